@@ -39,7 +39,7 @@ from safetensors.torch import load_file
 from subset import choose
 from tokenizers import Tokenizer, models
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 from trainers import WORDS, Sentences, arguments, logged, model_of, padded
 from transformers import (
     HfArgumentParser,
@@ -1038,6 +1038,44 @@ def test_loss_weight_of_the_user_replaces_the_items_that_the_trainer_counts(thre
     alone = logged(alone_trained(tmp_path, trainer_class=AloneMeanOverSamples, max_steps=4))
     for each in here:
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
+
+
+class LossOfPairs:
+    """Of batches that are pairs of tensors, as torch's collate function makes them."""
+
+    def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        values, targets = inputs
+        return (model(values) - targets).square().mean()
+
+
+class PlannedLossOfPairs(LossOfPairs, PoplarTrainer):
+    pass
+
+
+class AloneLossOfPairs(LossOfPairs, Trainer):
+    pass
+
+
+def of_pairs() -> dict[str, Any]:
+    torch.manual_seed(0)
+    given = {
+        "train_dataset": TensorDataset(torch.randn(60, 4), torch.randn(60, 1)),
+        "data_collator": default_collate,
+    }
+    return {"model": nn.Linear(4, 1), "given": given, "max_steps": 4}
+
+
+def train_on_pairs(folder: str) -> Any:
+    trainer = planned(folder, PLANS[0], trainer_class=PlannedLossOfPairs, **of_pairs())
+    trainer.train()
+    return logged(trainer), trainer.state.total_flos
+
+
+def test_batches_may_be_pairs_of_tensors(three, tmp_path):
+    alone = alone_trained(tmp_path, trainer_class=AloneLossOfPairs, **of_pairs())
+    for losses, operations in three.run(train_on_pairs, str(tmp_path)):
+        torch.testing.assert_close(losses, logged(alone), rtol=1e-4, atol=1e-5)
+        assert operations == alone.state.total_flos
 
 
 class GathersInLoss(PoplarTrainer):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -473,13 +473,17 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         super()._track_num_input_tokens(self._values_of(inputs))
 
     def _values_of(self, inputs: Any) -> Any:
-        """What counting reads of this rank's batch, of all micro-batches together."""
+        """What counting reads of this rank's batch, of all micro-batches together.
+
+        `Trainer` finds values by name, so it counts none in tuples and lists.
+        """
         if not isinstance(inputs, MicroBatches):
             return inputs
         main = getattr(self.model, "main_input_name", "input_ids")
         values = {main: [torch.zeros(0, dtype=torch.int64, device="cpu")], "attention_mask": []}
         for part in inputs.parts():
-            for name in values.keys() & part.keys():
+            names = part.keys() if isinstance(part, Mapping) else ()
+            for name in values.keys() & names:
                 values[name].append(part[name].reshape(-1))
         return {name: torch.cat(parts) for name, parts in values.items() if parts}
 
