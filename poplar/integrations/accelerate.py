@@ -58,7 +58,8 @@ class Prepared(NamedTuple):
     """The same object, with autocast as the accelerator asks for."""
     optimizer: HeteroZeroOptimizer
     loader: DataLoader[Any]
-    """Yields this rank's part of each global batch, on its device."""
+    """Yields this rank's part of each global batch, on its device. Each loop over it is another
+    epoch, also if the loop before was left early; `loader.set_epoch` chooses one."""
     scheduler: Any
     """What `scheduler` made; it counts optimizer steps. None without."""
 
@@ -200,11 +201,19 @@ class _PlannedLoader(PlannedLoader):
         """Batches of this epoch that the loop has taken."""
         self._first = 0
         """The first step of an iteration of this epoch; not 0 after `load_state_dict`."""
+        self._was_read = False
+        """The loop has taken batches since the epoch was set."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        sampler: Any = self.batch_sampler
+        # As loaders of Accelerate, also if the loop was left early. What the loop has taken is
+        # equal on all ranks; the sampler knows only what was drawn, by workers ahead of the loop.
+        if self._was_read:
+            self.set_epoch(sampler.epoch + 1)
         self.steps_done = self._first
         for batch in super().__iter__():
             self.steps_done += 1
+            self._was_read = True
             yield send_to_device(batch, self.device)
         self._first = 0
 
@@ -213,6 +222,7 @@ class _PlannedLoader(PlannedLoader):
         sampler: Any = self.batch_sampler
         if epoch != sampler.epoch:
             self._first = 0
+        self._was_read = False
         sampler.set_epoch(epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -224,6 +234,7 @@ class _PlannedLoader(PlannedLoader):
             super().load_state_dict({**state, "seed": sampler._seed})
             sampler._seed = state["seed"]
         self.steps_done = self._first = state["step"]
+        self._was_read = False
 
 
 def _seed_of(sampler: Any) -> int:

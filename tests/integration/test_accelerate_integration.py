@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import bitsandbytes
 import pytest
+import ranks as pool
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from launched import BATCH, PLANS, as_launched, fresh_state, three_ranks, write_for_a_while
@@ -280,7 +284,7 @@ def a_planned_loader(seed: int, data_seed: int | None = None, **options: Any) ->
     return prepare(accelerator, model, torch.optim.AdamW, loader, plan=PLANS[0], lr=0.1).loader
 
 
-def draw(loader: Any) -> list[list[int]]:
+def draw(loader: Iterable[Any]) -> list[list[int]]:
     return [samples.tolist() for (samples,) in loader]
 
 
@@ -326,6 +330,33 @@ def test_a_resumed_loader_keeps_the_order_of_its_state(three):
     for goes_on, message in three.run(resume_with_another_seed):
         assert goes_on
         assert "was saved with seed=10, but here it is 5" in message
+
+
+def leave_loops_early() -> tuple[list[list[int]], Any]:
+    """This rank's samples of two loops that are left early and of the rest of a resumed one.
+
+    With those that whole loops give. The workers of rank 0 draw all batches of an epoch at once.
+    """
+    whole = a_planned_loader(10)
+    epochs = [draw(whole) for _ in range(4)]
+    # The processes of the pool are daemons, which must not have children otherwise.
+    multiprocessing.current_process()._config["daemon"] = False
+    ahead = {"num_workers": 1, "prefetch_factor": 8 if pool.rank() == 0 else 1}
+    loader = a_planned_loader(10, **ahead)
+    found = [draw(islice(loader, 2)) for _ in range(2)]
+    state = loader.state_dict()
+    loader.set_epoch(1)
+    found.append(draw(islice(loader, 2)))
+    resumed = a_planned_loader(10, **ahead)
+    resumed.load_state_dict(state)
+    found += [draw(islice(resumed, 3)), draw(resumed), draw(resumed)]
+    again, rest = epochs[1][:2], epochs[1][2:5]
+    return found, [epochs[0][:2], again, again, rest, epochs[2], epochs[3]]
+
+
+def test_a_loop_after_one_that_was_left_early_is_the_next_epoch(three):
+    for found, expected in three.run(leave_loops_early):
+        assert found == expected
 
 
 def draw_by_a_batch_sampler() -> bool:
