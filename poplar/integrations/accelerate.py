@@ -91,8 +91,9 @@ def prepare(
     `optimizer.train_step(loss_fn, batch, max_norm=1.0)` is the whole step in one call. Ranks run
     different numbers of micro-batches, so gather values once per batch, not in the inner loop.
 
-    The global batch is `loader.batch_size x gradient_accumulation_steps x ranks`. The accelerator
-    then has `gradient_accumulation_steps` 1, because the plan's passes replace these steps.
+    The global batch is `loader.batch_size x gradient_accumulation_steps x ranks`, without the ranks
+    if the accelerator has `split_batches=True`. The accelerator then has
+    `gradient_accumulation_steps` 1, because the plan's passes replace these steps.
     `save_state` and `load_state` save and load model, optimizer, scheduler and the position in the
     data. Prepare loaders for evaluation with `accelerator.prepare`, as usual.
 
@@ -129,9 +130,11 @@ def prepare(
         )
     profile = None
     model = accelerator.prepare_model(model, evaluation_mode=True)  # autocast, but no DDP
-    world_size, accumulated = accelerator.num_processes, accelerator.gradient_accumulation_steps
+    accumulated = accelerator.gradient_accumulation_steps
+    # With split_batches, a batch of the loader is for all ranks together.
+    multiple = 1 if accelerator.split_batches else accelerator.num_processes
     batches: Any = loader.batch_sampler  # has the batch size even if it was passed to the loader
-    global_batch = batches.batch_size * accumulated * world_size
+    global_batch = batches.batch_size * accumulated * multiple
     options.setdefault("compute_dtype", own_dtype(model))  # autocast, if the accelerator asks
     if plan is None:
         if loss_fn is None:
@@ -150,10 +153,11 @@ def prepare(
         plan, profile = tuned.plan, tuned.profile
     plan.check_all_active("poplar.integrations.accelerate")
     if plan.global_batch != global_batch:
+        ranks = f" x {multiple} ranks" if multiple > 1 else ""
         raise ValueError(
             f"the plan has a global batch of {plan.global_batch}, but the loader and the "
             f"accelerator ask for {global_batch} (batch_size {batches.batch_size} x "
-            f"{accumulated} accumulation steps x {world_size} ranks); change one of them"
+            f"{accumulated} accumulation steps{ranks}); change one of them"
         )
     optimizer = HeteroZeroOptimizer(model, optimizer_class, plan=plan, params=params, **options)
     if profile is not None and replan != "off":

@@ -272,10 +272,12 @@ def test_a_gradient_beside_a_frozen_parameter_is_clipped(three):
     assert three.run(clip_beside_a_frozen_parameter) == [pytest.approx(expected, rel=1e-4)] * 3
 
 
-def a_planned_loader(seed: int, data_seed: int | None = None, **options: Any) -> Any:
+def a_planned_loader(
+    seed: int, data_seed: int | None = None, split_batches: bool = False, **options: Any
+) -> Any:
     """The loader of a script whose ranks have the seeds `seed`, `seed + 1` and so on."""
     as_launched()
-    config = DataLoaderConfiguration(data_seed=data_seed)
+    config = DataLoaderConfiguration(data_seed=data_seed, split_batches=split_batches)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=config)
     model = a_model()
     torch.manual_seed(seed + accelerator.process_index)
@@ -371,6 +373,16 @@ def test_a_batch_sampler_has_the_options_of_its_loader(three):
     assert all(three.run(draw_by_a_batch_sampler))
 
 
+def draw_split_batches() -> bool:
+    """Whether batches for all ranks are those of loaders whose batches are for one rank."""
+    split = a_planned_loader(10, split_batches=True, batch_size=6)
+    return draw(split) == draw(a_planned_loader(10, batch_size=2))
+
+
+def test_with_split_batches_the_batch_size_is_that_of_all_ranks(three):
+    assert all(three.run(draw_split_batches))
+
+
 class Tagger(nn.Module):
     """Its loss is a mean over labels."""
 
@@ -427,7 +439,10 @@ def use_wrongly(way: str) -> None:
     steps = 1 if way == "batch" else 2
     precision = "bf16" if way == "precision" else "no"
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=steps, mixed_precision=precision
+        cpu=True,
+        gradient_accumulation_steps=steps,
+        mixed_precision=precision,
+        dataloader_config=DataLoaderConfiguration(split_batches=way == "split batch"),
     )
     if way == "sampler":
         weights = torch.ones(5 * BATCH)
@@ -468,6 +483,7 @@ def use_wrongly(way: str) -> None:
     ("way", "message"),
     [
         ("batch", "a global batch of 12, but the loader and the accelerator ask for 6"),
+        ("split batch", "ask for 4 (batch_size 2 x 2 accumulation steps); change"),
         ("sampler", "but its sampler is a WeightedRandomSampler"),
         ("prepared loader", "pass a plain torch DataLoader"),
         ("prepared model", "leave out accelerator.prepare for it"),
