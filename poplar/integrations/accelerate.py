@@ -61,7 +61,7 @@ class Prepared(NamedTuple):
     """Yields this rank's part of each global batch, on its device. Each loop over it is another
     epoch, also if the loop before was left early; `loader.set_epoch` chooses one."""
     scheduler: Any
-    """What `scheduler` made; it counts optimizer steps. None without."""
+    """What `scheduler` made; it counts optimizer steps, on any number of ranks. None without."""
 
 
 def prepare(
@@ -107,7 +107,9 @@ def prepare(
         loss_fn: `loss_fn(model, micro_batch)` -> mean loss; needed to make a plan, and to check in
             the first step that samples are its weight.
         plan: train with it instead of measuring.
-        scheduler: makes a scheduler from the optimizer.
+        scheduler: makes a scheduler from the optimizer. It counts steps of the optimizer, not
+            `num_processes` for each, as after `accelerator.prepare`: leave this factor out of the
+            schedule's length.
         params: parameters or param groups; default: all of the model.
         tuning: arguments of `poplar.autotune`, such as `stage` or `memory_limit`.
         replan: as for `HeteroZeroOptimizer.follow_drift`; not with `plan=`. The loader follows.
