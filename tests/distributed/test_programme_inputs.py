@@ -240,3 +240,25 @@ def test_a_rank_without_samples_needs_no_batch(ranks: Pool) -> None:
         given = data_parallel(checked.exported.graph, ratios)
         for losses in ranks.run(train_on_tensors, given, ranks=2):
             torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+
+
+def train_on_example(given: Programme) -> float:
+    """The loss of a step on the example, as in a trial."""
+    training = poplar.distribute(
+        Changing(),
+        loss_of,
+        global_batch(0),
+        global_batch=SAMPLES,
+        programme=given,
+        process_group=harness.group(),
+        **OPTIONS,
+    )
+    return training.train_step(training._job.example_part(training.plan)).loss
+
+
+def test_a_rank_without_samples_has_the_numbers_of_the_example(ranks: Pool) -> None:
+    graph = export(Changing()).exported.graph
+    expected = float(loss_of(Changing(), global_batch(0)).detach())
+    for ratios in ((1, 0), (0, 1)):
+        for loss in ranks.run(train_on_example, data_parallel(graph, ratios), ranks=2):
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)

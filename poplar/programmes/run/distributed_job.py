@@ -39,11 +39,11 @@ class DistributedJob(TuningJob):
         return next(self.model.parameters()).device
 
     def example_part(self, plan: Plan) -> Any:
-        """This rank's part of a global batch that repeats the example."""
+        """This rank's part of a global batch that repeats the example; at least one sample."""
         rank, known = self.group.rank, pytree.samples_in(self.example)
         start, samples = plan.offset(rank), plan.samples(rank)
         indices = [index % known for index in range(start, start + samples)]
-        return pytree.take(self.example, indices) if samples else None
+        return pytree.take(self.example, indices or [0])
 
     def exported(
         self, *, must: bool, cast_to: torch.dtype | None = None
