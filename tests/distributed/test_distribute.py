@@ -161,6 +161,29 @@ def test_the_dtype_of_the_plan_is_known_without_that_of_the_profile(ranks: Pool)
         assert "compute_dtype is torch.bfloat16" in reason
 
 
+def planned_stage(stage: int) -> int:
+    profile = replace(measured_cluster((2.0, 1.0), ["cpu"] * 2), identity={})
+    training = poplar.distribute(
+        nn.Linear(8, 8),
+        squares,
+        torch.ones(6, 8),
+        global_batch=6,
+        stage=stage,
+        programme="never",
+        profile=profile,
+        verify=False,
+        process_group=harness.group(),
+        lr=1e-2,
+    )
+    training.release()
+    return training.plan.stage
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_plan_has_the_given_stage(ranks: Pool, stage: int) -> None:
+    assert ranks.run(planned_stage, stage, ranks=2) == [stage, stage]
+
+
 def distributed(task: str, programme: Programme, **options: Any) -> DistributedTraining:
     torch.manual_seed(harness.rank())
     model = new_model(task) if harness.rank() == 0 else TASKS[task][0](TASKS[task][1])

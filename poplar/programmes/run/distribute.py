@@ -38,6 +38,7 @@ def distribute(
     example_batch: Any,
     *,
     global_batch: int,
+    stage: int | Literal["auto"] = "auto",
     programme: Choice = "auto",
     **options: Any,
 ) -> DistributedTraining:
@@ -71,6 +72,7 @@ def distribute(
         loss_fn: `loss_fn(model, batch)` -> mean loss.
         example_batch: a batch of any number of samples, as for `autotune`.
         global_batch: samples behind one optimizer step, over all ranks.
+        stage: of the plan, as for `autotune`.
         programme: "auto"; "never" uses the plan in any case; or a programme to run without a
             profile, such as `training.programme` of an earlier run. `Programme.to_json` and
             `from_json` keep one in a file.
@@ -88,6 +90,8 @@ def distribute(
         NoPlanFits, ValueError, TypeError, RuntimeError, RankFailed, CollectiveTimeout: as
             `autotune` and `HeteroZeroOptimizer`; also a given programme that this model cannot run.
     """
+    if stage != "auto":
+        options["stages"] = (stage,)
     process_group, timeout = options.get("process_group"), options.get("timeout")
     with new_group(process_group, timeout, "distribute()") as group:
         job = DistributedJob.of(
