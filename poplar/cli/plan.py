@@ -142,13 +142,16 @@ def _programme(
 
     from poplar.cli.workload import load
     from poplar.programmes.run.checked_export import CheckedExport, check_computation
+    from poplar.zero.optimizers.granularity import known_granularity
 
     loaded = load(workload)
     _check_is_profiled(loaded.model, profile, workload)
     profiled = profile.identity.get("compute_dtype", "").removeprefix("torch.")
+    dtype = getattr(torch, profiled, None)  # None: "as the model is", or not in the profile
+    options = loaded.optimizer_arguments
+    needs = options.get("granularity") or known_granularity(loaded.optimizer_class, options)
     try:
-        # None, if the profile says "as the model is" or nothing.
-        check_computation(loaded.model, loaded.loss, getattr(torch, profiled, None))
+        check_computation(loaded.model, loaded.loss, dtype, needs)
         checked = CheckedExport(
             loaded.model, loaded.loss_fn, loaded.example_batch, chosen.global_batch
         )

@@ -26,6 +26,7 @@ from test_programme_training import (
     exported_loss,
     exported_once,
     global_batches,
+    job_of,
     new_model,
     part_of,
     train_in_one_process,
@@ -90,6 +91,11 @@ WITHOUT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "other operators": (ByRank, {}, "other operators, dtypes or shapes on rank(s) [1]"),
     "a hook on a parameter": (with_hook, {}, "the parameter 'weight' has a hook"),
     "an error in the export": (lambda: nn.Linear(8, 8), {}, "rank 1: RuntimeError: a test"),
+    "whole tensors": (
+        lambda: nn.Linear(8, 8, bias=False),
+        {"optimizer_class": torch.optim.Muon},
+        "the granularity 'parameter'",
+    ),
     "compute dtype": (lambda: nn.Linear(8, 8), {"compute_dtype": torch.bfloat16}, "bfloat16"),
     "never": (lambda: nn.Linear(8, 8), {"programme": "never"}, "programme='never'"),
 }
@@ -182,6 +188,16 @@ def planned_stage(stage: int) -> int:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_plan_has_the_given_stage(ranks: Pool, stage: int) -> None:
     assert ranks.run(planned_stage, stage, ranks=2) == [stage, stage]
+
+
+def reason_against(device: str) -> str:
+    with exported_once("mixture"):
+        return job_of("mixture", device=device).exported(must=False)[1]
+
+
+def test_programmes_compute_where_the_parameters_are(ranks: Pool) -> None:
+    for reason in ranks.run(reason_against, "cuda", ranks=2):
+        assert "device='cuda', but the parameters are on cpu" in reason
 
 
 def distributed(task: str, programme: Programme, **options: Any) -> DistributedTraining:

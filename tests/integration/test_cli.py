@@ -191,6 +191,9 @@ def with_dropout():
 
 def with_sums():
     return Workload(*workload(), loss="sum")
+
+def with_muon():
+    return Workload(*workload(), optimizer_class=torch.optim.Muon)
 """
 
 
@@ -246,6 +249,7 @@ def test_plan_shows_no_programme_that_distribute_would_not_use(slow_network, wid
     profile = ClusterProfile.from_json(slow_network)
     for dtype, workload, reason in (
         ("as the model is", "with_sums", "No programme: loss='sum', but programmes need"),
+        ("torch.float32", "with_muon", "the granularity 'parameter'"),
         ("torch.bfloat16", "workload", "No programme: compute_dtype is torch.bfloat16, but"),
         ("torch.float32", "workload", ""),
     ):

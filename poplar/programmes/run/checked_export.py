@@ -27,6 +27,7 @@ from poplar.programmes.run.local_execution import run_local
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import NotExportable
 from poplar.zero.micro_batch_loss import LossFunction
+from poplar.zero.optimizers.granularity import Granularity
 from poplar.zero.preserved_state import model_preserved
 
 _SAMPLES = (2, 8)
@@ -47,17 +48,29 @@ _HIDDEN = ("torch.utils.checkpoint",)
 """Modules whose `autograd.Function`s have the backward of the operators in them."""
 
 
-def check_computation(model: nn.Module, loss: str, compute_dtype: torch.dtype | None) -> None:
+def check_computation(
+    model: nn.Module,
+    loss: str,
+    compute_dtype: torch.dtype | None,
+    granularity: Granularity | None,
+) -> None:
     """Raise unless programmes of a model can compute what its steps shall compute.
 
     Args:
         model: the values of its parameters are not read.
         loss: as for `train_step`.
         compute_dtype: of the parameters in a step; None: their own dtypes.
+        granularity: of the optimizer; None: not known.
 
     Raises:
-        NotExportable: a loss that is no mean, or another dtype.
+        NotExportable: a loss that is no mean, another dtype, or an optimizer that is not
+            elementwise.
     """
+    if granularity not in (None, "elements"):
+        raise NotExportable(
+            f"the optimizer has the granularity {granularity!r}, but programmes cut parameters "
+            "anywhere, which needs an elementwise optimizer such as AdamW"
+        )
     if loss != "mean":
         raise NotExportable(f"loss={loss!r}, but programmes need a loss that is a mean")
     own = {p.dtype for p in model.parameters() if p.is_floating_point()}

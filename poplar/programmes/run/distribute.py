@@ -80,7 +80,7 @@ def distribute(
             all others are options of the optimizer.
 
     Keyword Args:
-        optimizer_class: an elementwise optimizer class; default: AdamW.
+        optimizer_class: default: AdamW. Programmes need an elementwise one.
         weight, loss: as for `HeteroZeroOptimizer.train_step`. For a mean over tokens give
             `weight=poplar.tokens()`. Programmes need a loss that is a mean.
         verify: with False, neither plans nor programmes are timed; predictions decide. Default:

@@ -18,6 +18,7 @@ from poplar.tuning.autotune import TuningJob
 from poplar.values.errors import NotExportable, agreed
 from poplar.values.plan import Plan
 from poplar.zero.agreement import raise_on_any_error
+from poplar.zero.optimizers.granularity import known_granularity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +82,16 @@ class DistributedJob(TuningJob):
         return (exported, "") if not found else (None, f"No programme: {found}.")
 
     def _checked_export(self, cast_to: torch.dtype | None) -> CheckedExport:
+        if self.device is not None and torch.device(self.device).type != self.own_device.type:
+            raise NotExportable(
+                f"device={str(self.device)!r}, but the parameters are on {self.own_device}, where "
+                "programmes compute; move the model first"
+            )
         given = self.compute_dtype
-        check_computation(
-            self.model, self.loss, given if isinstance(given, torch.dtype) else cast_to
-        )
+        dtype = given if isinstance(given, torch.dtype) else cast_to
+        options = self.optimizer_options
+        needs = self.granularity or known_granularity(self.optimizer_class, options)
+        check_computation(self.model, self.loss, dtype, needs)
         return CheckedExport(self.model, self.loss_fn, self.example, self.global_batch)
 
     @torch.no_grad()
