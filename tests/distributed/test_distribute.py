@@ -459,6 +459,43 @@ def test_wrong_programmes_are_refused_on_all_ranks(ranks: Pool) -> None:
             assert expected in message
 
 
+WRONG = {
+    "the name of an option": ([{"learning_rate": 1e-3}] * 2, "'learning_rate' is neither"),
+    "a value on one rank": ([{"lr": -1.0}, {}], "Invalid learning rate: -1.0"),
+    "different values": ([{"lr": 1e-2}, {"lr": 2e-2}], "optimizer options"),
+    "the optimizer": ([{"granularity": "parameter"}] * 2, "the granularity 'parameter'"),
+}
+"""Options by rank, and the error."""
+
+
+def start_wrongly(
+    programme: Programme, by_rank: list[dict[str, Any]]
+) -> tuple[str, dict[str, Any]]:
+    """The error, and the state of the model after it."""
+    model = new_model("mixture")
+    with exported_once("mixture"), harness.catching() as caught:
+        poplar.distribute(
+            model,
+            TASKS["mixture"][2],
+            global_batches("mixture")[0],
+            global_batch=SAMPLES,
+            programme=programme,
+            process_group=harness.group(),
+            **{**OPTIONS, **by_rank[harness.rank()]},
+        )
+    return caught[0].message, dict(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_options_leave_the_model_whole(ranks: Pool, kind: str) -> None:
+    by_rank, expected = WRONG[kind]
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
+    before = dict(new_model("mixture").state_dict())
+    for message, state in ranks.run(start_wrongly, programme, by_rank, ranks=2):
+        assert expected in message
+        torch.testing.assert_close(state, before, rtol=0, atol=0)
+
+
 def experts_divided_of(task: str) -> Programme:
     from poplar.programmes.search.composition import data_parallel
 

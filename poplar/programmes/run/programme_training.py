@@ -31,7 +31,7 @@ from poplar.programmes.run.execution import Execution
 from poplar.programmes.search.composition import batch_placements
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.training.whole_step import take_joint_step
-from poplar.values.errors import NotExportable, equal_on_all_ranks
+from poplar.values.errors import NotExportable, equal_on_all_ranks, is_agreed
 from poplar.values.plan import Plan
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.micro_batch_loss import PassLoss
@@ -106,8 +106,11 @@ class ProgrammeTraining(DistributedTraining):
                 on_out_of_memory="raise",
                 compute_dtype=own_dtype if job.compute_dtype == "auto" else job.compute_dtype,
             )
-        except Exception:
-            self._divided.detach()
+        except Exception as error:
+            if is_agreed(error):  # such as a wrong argument: all ranks can collect the parameters
+                self._divided.restore()
+            else:
+                self._divided.detach()
             raise
         self.programme: Programme = programme
 
