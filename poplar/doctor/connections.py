@@ -25,7 +25,7 @@ def by_host(ranks: Iterable[RankFacts]) -> list[list[RankFacts]]:
     """The ranks of each host."""
     hosts = defaultdict(list)
     for rank in ranks:
-        hosts[(rank.node, rank.device.host)].append(rank)
+        hosts[(rank.host_id, rank.device.host)].append(rank)
     return list(hosts.values())
 
 
@@ -78,21 +78,21 @@ def _settings_against(ranks: Iterable[RankFacts], transport: str) -> str:
 
 def host_names_differ(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Ranks are grouped by host name, so two hosts must not have the same."""
-    nodes = defaultdict(set)
+    ids = defaultdict(set)
     for rank in ranks:
-        nodes[rank.device.host].add(rank.node)
-    for name, several in nodes.items():
+        ids[rank.device.host].add(rank.host_id)
+    for name, several in ids.items():
         if len(several) > 1:
             yield problem(
                 [rank for rank in ranks if rank.device.host == name],
-                f"{len(several)} nodes have the same host name {name!r}",
+                f"{len(several)} hosts have the same name {name!r}",
                 "give each host a unique name; ranks with one host name count as one host",
             )
 
 
 def hosts_can_be_reached(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Hosts are connected by gloo, on CUDA as well. NCCL takes no loopback interface by itself."""
-    if len({rank.node for rank in ranks}) == 1:
+    if len(by_host(ranks)) == 1:
         return
     fix = (
         "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface between the hosts"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import poplar
 from poplar import ops
+from poplar.comm import host_topology
 from poplar.system import devices, host_limits
 from poplar.system.devices import DeviceInfo
 from poplar.values.formatting import format_ranks
@@ -41,8 +42,8 @@ class RankFacts:
     """One rank, its device and its host."""
 
     rank: int
-    node: str
-    """The launcher's node number; without a launcher the host name."""
+    host_id: str
+    """The boot id of the host; its name if that is unknown."""
     device: DeviceInfo
     dtypes: tuple[str, ...]
     """That the device multiplies without emulation."""
@@ -123,7 +124,7 @@ def collect_facts(device: torch.device) -> RankFacts:
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if info.kind == "cpu" else 1
     return RankFacts(
         rank=own_rank(),
-        node=os.environ.get("GROUP_RANK", platform.node()),
+        host_id=host_topology.host_id()[0],
         device=info,
         dtypes=("float32", "float16", "bfloat16") if info.has_bf16 else ("float32", "float16"),
         versions=_versions(info),

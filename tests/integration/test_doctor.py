@@ -8,10 +8,12 @@ from datetime import timedelta
 
 import pytest
 import ranks as pool
+import torch
 
 import poplar
 from poplar.doctor import RankFacts, Report, examine
 from poplar.doctor.checks import findings
+from poplar.doctor.facts import collect_facts
 from poplar.system.devices import DeviceInfo
 from poplar.values.schema import from_fields, to_json_types
 
@@ -35,7 +37,7 @@ def facts(rank, device=None, versions=(), **more):
     device = device if device is not None else gpu(uuid=f"GPU-{rank}")
     values = {
         "rank": rank,
-        "node": "0",
+        "host_id": "0",
         "device": device,
         "dtypes": ("float32", "float16", "bfloat16"),
         "versions": {
@@ -240,7 +242,7 @@ def test_two_ranks_on_one_device_are_a_problem_unless_allowed():
 
 
 def test_a_host_name_that_resolves_to_loopback_is_a_problem():
-    there = facts(1, gpu(uuid="GPU-1", host="two"), node="1", address="127.0.1.1")
+    there = facts(1, gpu(uuid="GPU-1", host="two"), host_id="1", address="127.0.1.1")
     finding = only_finding(facts(0), there)
     assert (finding.kind, finding.ranks) == ("problem", (1,))
     assert "GLOO_SOCKET_IFNAME" in finding.fix
@@ -254,7 +256,7 @@ def test_a_host_name_that_resolves_to_loopback_is_a_problem():
 
 def test_the_loopback_interface_cannot_connect_hosts():
     settings = {"NCCL_SOCKET_IFNAME": "lo"}
-    there = facts(1, gpu(uuid="GPU-1", host="two"), node="1", settings=settings)
+    there = facts(1, gpu(uuid="GPU-1", host="two"), host_id="1", settings=settings)
     finding = only_finding(facts(0), there)
     assert (finding.kind, finding.ranks) == ("problem", (1,))
     assert "NCCL_SOCKET_IFNAME=lo" in finding.what
@@ -262,9 +264,19 @@ def test_the_loopback_interface_cannot_connect_hosts():
 
 
 def test_two_hosts_with_one_name_are_a_problem():
-    finding = only_finding(facts(0), facts(1, node="1"))
+    finding = only_finding(facts(0), facts(1, host_id="1"))
     assert finding.kind == "problem"
-    assert "2 nodes have the same host name 'one'" in finding.what
+    assert "2 hosts have the same name 'one'" in finding.what
+
+
+def test_two_launchers_on_one_host_are_no_problem(monkeypatch):
+    """As torchrun --nnodes 2, started twice on one machine."""
+    ranks = []
+    for number in range(2):
+        monkeypatch.setenv("RANK", str(number))
+        monkeypatch.setenv("GROUP_RANK", str(number))
+        ranks.append(collect_facts(torch.device("cpu")))
+    assert [found for found in findings(ranks) if found.kind == "problem"] == []
 
 
 def test_small_shared_memory_of_a_container_is_advice():
