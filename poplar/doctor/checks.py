@@ -69,6 +69,8 @@ def _about(rank: RankFacts) -> Iterator[Finding]:
     if rank.transport.startswith("none"):
         fix = "install a build of torch with torch.distributed"
         yield problem([rank], f"no transport ({rank.transport})", fix)
+    if rank.operators_problem is not None:
+        yield problem([rank], *rank.operators_problem)
     if device.throttled:
         what = f"{device.name} runs below its clock rate: {device.throttled}"
         yield advice([rank], what, "check cooling and power limits before profiling")
@@ -99,12 +101,6 @@ def _torch_has_kernels(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 f"(sm_{capability[0]}{capability[1]}; only {', '.join(rank.architectures)})"
             )
             yield problem([rank], what, build_for(capability, capabilities))
-
-
-def _operators_have_kernels(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for rank in ranks:
-        if rank.operators_problem is not None:
-            yield problem([rank], *rank.operators_problem)
 
 
 def _all_have_bf16(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -182,7 +178,6 @@ _CHECKS: tuple[Callable[[Sequence[RankFacts]], Iterator[Finding]], ...] = (
     _versions_are_equal,
     _device_types_are_equal,
     _torch_has_kernels,
-    _operators_have_kernels,
     _all_have_bf16,
     lambda ranks: itertools.chain.from_iterable(map(_about, ranks)),
     _devices_are_not_shared,
