@@ -13,7 +13,7 @@ from virtual_ranks import adjoint, assembled
 from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, Node
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
 from poplar.programmes.graph.programme import Programme
-from poplar.programmes.rules.registry import local_call, pattern_of, strategies_of
+from poplar.programmes.rules.registry import local_call, strategies_of
 from poplar.programmes.rules.strategy import Strategy
 from poplar.programmes.run.local_execution import run_local
 from poplar.programmes.search.composition import batch_placements, composed
@@ -66,8 +66,7 @@ def loss_and_gradients(
 def random_programme(graph: Graph, ratios: tuple[int, ...], draws: random.Random) -> Programme:
     """A programme with a random strategy of each node, among those that can be reached."""
     nodes = [node for node in graph.nodes.values() if node.operator not in LEAVES]
-    patterns = {node.name: pattern_of(graph, node) for node in nodes}
-    units = axis_units(graph, patterns)
+    units = axis_units(graph)
     placements: dict[str, Placement] = dict(batch_placements(graph))
     chosen: dict[str, Strategy] = {}
     for node in nodes:

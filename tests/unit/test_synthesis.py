@@ -17,7 +17,7 @@ from virtual_programme import loss_and_gradients
 from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Sharded
 from poplar.programmes.graph.programme import Programme
-from poplar.programmes.rules.registry import pattern_of, strategies_of
+from poplar.programmes.rules.registry import strategies_of
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
 from poplar.programmes.search import search
 from poplar.programmes.search.composition import batch_placements, composed, data_parallel
@@ -136,8 +136,7 @@ def programme_seconds(graph: Graph, programme: Programme, costs: ClusterCosts) -
 def every_programme(graph: Graph, costs: ClusterCosts):
     """All combinations of strategies; a parameter is placed as its first reader reads it."""
     nodes = [node for node in graph.nodes.values() if node.operator not in LEAVES]
-    patterns = {node.name: pattern_of(graph, node) for node in nodes}
-    units = axis_units(graph, patterns)
+    units = axis_units(graph)
     choices = [
         list(strategies_of(graph, node, lambda axis, own=units[node.name]: own[axis]))
         for node in nodes
@@ -233,13 +232,7 @@ def test_losses_are_partial_where_they_can_be():
 
 
 def test_columns_that_become_heads_are_cut_between_heads():
-    graph = task("Heads").graph
-    patterns = {
-        name: pattern_of(graph, node)
-        for name, node in graph.nodes.items()
-        if node.operator not in LEAVES
-    }
-    assert axis_units(graph, patterns)["linear"]["columns"] == {1, 2}
+    assert axis_units(task("Heads").graph)["linear"]["columns"] == {1, 2}
 
 
 def test_a_width_bounds_the_states_of_a_search(monkeypatch):

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from poplar.programmes.graph.graph import PARAMETER, Graph, Node
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement
 from poplar.programmes.graph.programme import Programme
+from poplar.programmes.rules.registry import pattern_of
 from poplar.programmes.rules.strategy import Strategy
 from poplar.programmes.search.composition import composed, data_parallel, leaf_placements
 from poplar.programmes.search.costs import ClusterCosts
@@ -209,7 +210,7 @@ class _Search:
             first: leaves that this node reads first.
             later: the placements in which later nodes may read a tensor.
         """
-        pattern, is_trained = self.space.patterns[node.name], node.name in self.space.trained
+        pattern, is_trained = pattern_of(self.graph, node), node.name in self.space.trained
         readings: dict[tuple[str, Placement | None], _Reading] = {}
         for strategy in self.space.strategies[node.name]:
             targets = dict(zip(node.inputs, strategy.inputs, strict=True))

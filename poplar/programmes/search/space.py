@@ -39,7 +39,6 @@ class SearchSpace:
     graph: Graph
     nodes: tuple[Node, ...]
     """Without leaves."""
-    patterns: Mapping[str, Pattern]
     strategies: Mapping[str, tuple[Strategy, ...]]
     batch: Mapping[str, Placement]
     """Placements of the batch's tensors."""
@@ -55,19 +54,16 @@ class SearchSpace:
             restricted: leave out the strategies that the module's docstring names.
         """
         nodes = tuple(n for n in graph.nodes.values() if n.operator not in LEAVES)
-        patterns = {node.name: pattern_of(graph, node) for node in nodes}
-        units = axis_units(graph, patterns)
-        useful = _useful_axes(graph, patterns) if restricted else None
-        depends = _depending(graph) if restricted else frozenset(patterns)
+        units = axis_units(graph)
+        useful = _useful_axes(graph) if restricted else None
+        depends = _depending(graph) if restricted else frozenset(units)
 
         def chosen(node: Node) -> Iterator[Strategy]:
             own = units[node.name]
             for strategy in strategies_of(
                 graph, node, lambda axis: [max(own[axis])] if useful else sorted(own[axis])
             ):
-                if useful is None or _is_useful(
-                    graph, node, patterns[node.name], strategy, useful[node.name]
-                ):
+                if useful is None or _is_useful(graph, node, strategy, useful[node.name]):
                     yield strategy
                 if node.name not in depends:
                     return
@@ -75,33 +71,28 @@ class SearchSpace:
         return cls(
             graph=graph,
             nodes=nodes,
-            patterns=patterns,
             strategies={node.name: tuple(dict.fromkeys(chosen(node))) for node in nodes},
             batch=batch_placements(graph),
             trained=trained_nodes(graph),
-            followers=frozenset(_followers(graph, patterns) if restricted else ()),
+            followers=frozenset(n.name for n in nodes if restricted and _is_follower(graph, n)),
         )
 
 
-def _is_useful(
-    graph: Graph, node: Node, pattern: Pattern, strategy: Strategy, axes: frozenset[str]
-) -> bool:
+def _is_useful(graph: Graph, node: Node, strategy: Strategy, axes: frozenset[str]) -> bool:
     if strategy.axis:
         return strategy.axis in axes
-    return PARTIAL not in strategy.inputs or _is_light(graph, node, pattern)
+    return PARTIAL not in strategy.inputs or _is_light(graph, node)
 
 
-def _is_light(graph: Graph, node: Node, pattern: Pattern) -> bool:
+def _is_light(graph: Graph, node: Node) -> bool:
     """Whether a node computes no more than one operation for each element that it reads."""
-    return pattern.flops <= max(kind.numel for kind in (*graph.types(node), node.output))
+    largest = max(kind.numel for kind in (*graph.types(node), node.output))
+    return pattern_of(graph, node).flops <= largest
 
 
-def _followers(graph: Graph, patterns: Mapping[str, Pattern]) -> Iterator[str]:
-    for name, pattern in patterns.items():
-        node = graph.nodes[name]
-        read = sum(kind.nbytes for kind in graph.types(node))
-        if _is_light(graph, node, pattern) and sum(kind.nbytes for kind in node.outputs) <= read:
-            yield name
+def _is_follower(graph: Graph, node: Node) -> bool:
+    read = sum(kind.nbytes for kind in graph.types(node))
+    return _is_light(graph, node) and sum(kind.nbytes for kind in node.outputs) <= read
 
 
 def _depending(graph: Graph) -> frozenset[str]:
@@ -113,9 +104,9 @@ def _depending(graph: Graph) -> frozenset[str]:
     return frozenset(depending)
 
 
-def _useful_axes(graph: Graph, patterns: Mapping[str, Pattern]) -> dict[str, frozenset[str]]:
+def _useful_axes(graph: Graph) -> dict[str, frozenset[str]]:
     """The axes of each node that are dimensions of samples or of large parameters."""
-    groups = _Groups()
+    groups, patterns = _Groups(), _patterns(graph)
     axes: dict[str, dict[str, list[_Dim]]] = {}
     for name, pattern in patterns.items():
         own = axes.setdefault(name, {})
@@ -167,12 +158,19 @@ class _Groups:
             self._parents[other] = one
 
 
-def axis_units(graph: Graph, patterns: Mapping[str, Pattern]) -> AxisUnits:
+def _patterns(graph: Graph) -> dict[str, Pattern]:
+    """Of the nodes that are no leaves."""
+    nodes = graph.nodes.items()
+    return {name: pattern_of(graph, node) for name, node in nodes if node.operator not in LEAVES}
+
+
+def axis_units(graph: Graph) -> AxisUnits:
     """Units with which an operator's axis is cut as an operator before or after it needs.
 
     A linear layer before attention has the units 1 and the channels of a head, because `view` in
     between makes heads of its columns.
     """
+    patterns = _patterns(graph)
     units: AxisUnits = {
         name: {axis: {1} for axis in pattern.divisible_axes()} for name, pattern in patterns.items()
     }
