@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from virtual_ranks import adjoint, assembled
+from torch import Tensor, nn
+from virtual_ranks import adjoint, assembled, parts
 
 from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, Node
-from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.registry import local_call, strategies_of
 from poplar.programmes.rules.strategy import Strategy
+from poplar.programmes.run.exported_graph import ExportedLoss
 from poplar.programmes.run.local_execution import run_local
 from poplar.programmes.search.composition import batch_placements, composed
 from poplar.programmes.search.space import axis_units
 
 CPU = torch.device("cpu")
+
+
+def of_one_process(
+    model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the gradient of each parameter that has one."""
+    model.zero_grad()
+    loss = loss_fn(model, batch)
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def leaf_values(found: ExportedLoss, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """The leaves of a graph, by node: of the whole batch and model."""
+    given = {**dict(model.named_parameters()), **found.tensors(batch, CPU)}
+    nodes = (*found.graph.parameters.values(), *found.graph.batch.values())
+    return {**found.constants, **{node.name: given[node.source] for node in nodes}}
 
 
 def loss_and_gradients(
@@ -37,7 +55,7 @@ def loss_and_gradients(
     for name, node in graph.nodes.items():
         own = programme.placements[name]
         if node.operator in LEAVES:
-            values[name] = taken(leaves[name].detach(), own, programme)
+            values[name] = parts(leaves[name].detach(), own, programme.ratios)
             if node.operator == PARAMETER and leaves[name].requires_grad:
                 trained[name] = [tensor.requires_grad_() for tensor in values[name]]
             continue
@@ -98,18 +116,6 @@ def gradient_of(tensors: list[Tensor], placement: Placement) -> Tensor:
     return assembled(own, adjoint(placement))
 
 
-def taken(whole: Tensor, placement: Placement, programme: Programme) -> list[Tensor]:
-    """Each rank's part of a tensor that all have; copies."""
-    if not isinstance(placement, Sharded):
-        assert placement is REPLICATED
-        return [whole.clone() for _ in programme.ratios]
-    bounds = placement.bounds(whole.shape, programme.ratios)
-    return [
-        whole.narrow(placement.dim, bounds[rank], bounds[rank + 1] - bounds[rank]).clone()
-        for rank in range(programme.world_size)
-    ]
-
-
 def converted(
     values: list[Any],
     name: str,
@@ -123,6 +129,5 @@ def converted(
         return values
     assert (name, source, target) in announced, f"{name}: no collective {source} to {target}"
     if source is REPLICATED:  # no communication: each rank has its own tensor
-        return [taken(value, target, programme)[rank] for rank, value in enumerate(values)]
-    whole = sum(values) if source is PARTIAL else torch.cat(values, source.dim)
-    return taken(whole, target, programme)
+        return [parts(value, target, programme.ratios)[rank] for rank, value in enumerate(values)]
+    return parts(assembled(values, source), target, programme.ratios)

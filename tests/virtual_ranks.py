@@ -13,7 +13,10 @@ from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sh
 
 
 def parts(
-    whole: Tensor, placement: Placement | None, ratios: Sequence[int], draws: torch.Generator
+    whole: Tensor,
+    placement: Placement | None,
+    ratios: Sequence[int],
+    draws: torch.Generator | None = None,
 ) -> list[Tensor]:
     """Each rank's tensor. Partial ones are random, with the whole as sum."""
     ranks = len(ratios)
@@ -40,7 +43,7 @@ def assembled(own: Sequence[Tensor], placement: Placement | None) -> Tensor:
     return own[0]
 
 
-def random_like(tensor: Tensor, draws: torch.Generator) -> Tensor:
+def random_like(tensor: Tensor, draws: torch.Generator | None) -> Tensor:
     """Small random values of the same shape and type."""
     if tensor.is_floating_point():
         return torch.randn(tensor.shape, generator=draws, dtype=tensor.dtype)

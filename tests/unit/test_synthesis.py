@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from programme_costs import programme_costs
 from torch import nn
-from virtual_programme import loss_and_gradients
+from virtual_programme import leaf_values, loss_and_gradients, of_one_process
 
 from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Sharded
@@ -100,12 +100,6 @@ class Task:
     def graph(self) -> Graph:
         return self.found.graph
 
-    def leaves(self) -> dict[str, torch.Tensor]:
-        parameters = dict(self.model.named_parameters())
-        leaves = [node for node in self.graph.nodes.values() if node.operator in LEAVES]
-        constants = self.found.constants
-        return {n.name: constants.get(n.name, parameters.get(n.source, self.batch)) for n in leaves}
-
 
 @cache
 def task(name: str) -> Task:
@@ -181,13 +175,9 @@ def test_no_programme_of_exhaustive_search_is_faster(name, costs):
 def test_programmes_compute_the_loss_and_its_gradients(name, costs):
     given = task(name)
     programme = fastest_programme(given.graph, COSTS[costs]).programme
-    loss, gradients = loss_and_gradients(given.graph, programme, given.leaves())
-    given.model.zero_grad()
-    expected = given.model(given.batch)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    wanted = {name: parameter.grad for name, parameter in given.model.named_parameters()}
-    torch.testing.assert_close(gradients, wanted)
+    leaves = leaf_values(given.found, given.model, given.batch)
+    expected = of_one_process(given.model, lambda model, batch: model(batch), given.batch)
+    torch.testing.assert_close(loss_and_gradients(given.graph, programme, leaves), expected)
 
 
 @pytest.mark.parametrize("costs", COSTS)
