@@ -38,6 +38,8 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
     "Lamb": (Lamb, {"granularity": "parameter"}),
     "Preconditioned": (Preconditioned, {"granularity": "parameter"}),
+    "AdamW by parameter": (torch.optim.AdamW, {"lr": 1e-2, "granularity": "parameter"}),
+    "AdamW by block": (torch.optim.AdamW, {"lr": 1e-2, "granularity": 64}),
     "Muon and AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
 }
 BLOCKWISE = ("bitsandbytes", "torchao")

@@ -73,11 +73,12 @@ class OptimizerClass:
         needs = granularity_of(factory, chosen, device, granularity)
         factory([dict(group) for group in groups], **chosen)  # it raises what the class rejects
         has_flat_kernel = factory is torch.optim.AdamW and device.type in ("cpu", "cuda")
+        is_flat = has_flat_kernel and needs == "elements" and chosen.get("fused")
         return cls(
             factory=factory,
             options=chosen,
             granularity=needs,
-            shard_factory=FlatAdamW if has_flat_kernel and chosen.get("fused") else factory,
+            shard_factory=FlatAdamW if is_flat else factory,
             chose_fused="fused" in chosen and options.get("fused") is None,
         )
 
