@@ -69,6 +69,16 @@ class PlannedLoader(DataLoader[Any]):
         sampler.load_state_dict(state)
 
 
+def unknown_iteration(loader: Any) -> str | None:
+    """Why a loader cannot be built again as torch's `DataLoader`; None if it can."""
+    if not isinstance(loader, DataLoader):
+        return f"it is a {type(loader).__name__}, not a DataLoader"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        name = type(loader).__name__
+        return f"its class {name} iterates in its own way, unlike torch's DataLoader"
+    return None
+
+
 def unknown_order(loader: Any, batch_samplers: Collection[type] = ()) -> str | None:
     """Why the order of the samples of a loader is not known; None if it is.
 
@@ -76,8 +86,8 @@ def unknown_order(loader: Any, batch_samplers: Collection[type] = ()) -> str | N
         loader: the user's loader.
         batch_samplers: classes that are known beside torch's own.
     """
-    if not isinstance(loader, DataLoader):
-        return f"it is a {type(loader).__name__}, not a DataLoader"
+    if (problem := unknown_iteration(loader)) is not None:
+        return problem
     if isinstance(loader.dataset, IterableDataset):
         return "its dataset is an IterableDataset"
     batch_sampler = loader.batch_sampler
@@ -85,7 +95,7 @@ def unknown_order(loader: Any, batch_samplers: Collection[type] = ()) -> str | N
         return f"its batch_sampler is a {type(batch_sampler).__name__}"
     sampler: Any = getattr(batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, RandomSampler) and (
-        sampler.replacement or sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
+        sampler.replacement or sampler.num_samples != len(loader.dataset)
     ):
         return "its RandomSampler does not draw every sample once"
     if type(sampler) not in (RandomSampler, SequentialSampler):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -11,7 +12,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from poplar.data import CollateMicroBatches, HeteroBatchSampler, StreamSplit
-from poplar.integrations.planned_loader import PlannedLoader, kept_options, unknown_order
+from poplar.integrations.planned_loader import (
+    PlannedLoader,
+    kept_options,
+    unknown_iteration,
+    unknown_order,
+)
 from poplar.values.plan import Plan
 
 Lengths = Sequence[float] | Tensor | None
@@ -23,13 +29,71 @@ _LEAVE_IT = (
 )
 
 
-class PlannedSampler(HeteroBatchSampler):
-    """As `HeteroBatchSampler`; Lightning sets the epoch of `batch_sampler.sampler`."""
+class EpochLoader(PlannedLoader):
+    """A `PlannedLoader` in the epoch of Lightning, which sets that of `loader.sampler`.
+
+    Args:
+        loader: the user's loader.
+        sampler: this rank's samples of each step.
+        trainer: whose epochs and steps count.
+        collate: instead of the loader's own function.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        sampler: HeteroBatchSampler,
+        trainer: Any,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        super().__init__(loader, sampler, partial(_steps_done, trainer), collate)
+        self._trainer = trainer
+        # Workers draw batches before Lightning sets the epoch of a resumed training.
+        sampler.set_epoch(trainer.fit_loop.epoch_progress.current.processed)
 
     @property
-    def sampler(self) -> PlannedSampler:
-        """Itself."""
-        return self
+    def sampler(self) -> Any:
+        """What draws the batches."""
+        return self.batch_sampler
+
+    @sampler.setter
+    def sampler(self, unused: Any) -> None:
+        """What torch sets, which `batch_sampler` replaces."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `PlannedLoader`; an epoch that `limit_train_batches` has ended is over."""
+        done = min(self._steps_done(), self.sampler.drawn)
+        is_over = done == self._trainer.num_training_batches
+        state: dict[str, Any] = self.sampler.state_dict(len(self.sampler) if is_over else done)
+        return state
+
+
+class StreamLoader(DataLoader[Any]):
+    """A loader of a `split_stream`. Its state is the place in the stream.
+
+    Args:
+        loader: the user's loader.
+        trainer: whose steps count.
+    """
+
+    def __init__(self, loader: DataLoader[Any], trainer: Any) -> None:
+        super().__init__(
+            loader.dataset, loader.batch_size, drop_last=loader.drop_last, **kept_options(loader)
+        )
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """For `load_state_dict` with any plan of the same global batch."""
+        stream: Any = self.dataset
+        done = _steps_done(self._trainer)
+        is_over = done == self._trainer.num_training_batches
+        state: dict[str, Any] = stream.state_dict(0 if is_over else done)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next iteration the rest of a saved epoch."""
+        stream: Any = self.dataset
+        stream.load_state_dict(state)
 
 
 class EvenBatchSampler(Sampler[list[int]]):
@@ -85,31 +149,34 @@ def follows_a_plan(loader: Any) -> bool:
 
 
 def check_train_loader(loader: Any) -> None:
-    """Check that a loader can be rebuilt by a plan.
+    """Check that a loader can be rebuilt: by a plan, or with a state if it follows one.
 
     Raises:
-        TypeError: it chooses samples in a way that a plan cannot follow.
+        TypeError: it chooses samples in a way that a plan cannot follow, or iterates in its own.
     """
-    problem = _unknown_order(loader)
-    if problem is not None or batch_size_of(loader) is None:
+    if follows_a_plan(loader):
+        problem = unknown_iteration(loader)
+    else:
+        problem = _unknown_order(loader) or (None if batch_size_of(loader) else "no batch_size")
+    if problem is not None:
         raise TypeError(
-            f"PoplarStrategy cannot rebuild the training loader: {problem or 'no batch_size'}. Use "
+            f"PoplarStrategy cannot rebuild the training loader: {problem}. Use "
             "DataLoader(dataset, batch_size, shuffle=...), or pass PoplarStrategy(plan=...) and a "
-            "loader with batch_sampler=HeteroBatchSampler(len(dataset), plan) or a dataset of "
+            "DataLoader with batch_sampler=HeteroBatchSampler(len(dataset), plan) or a dataset of "
             "poplar.split_stream"
         )
 
 
 def planned(
     loader: DataLoader[Any], plan: Plan, rank: int, trainer: Any, lengths: Lengths
-) -> PlannedLoader:
+) -> EpochLoader:
     """The training loader by the plan, with the order of the seed of `seed_everything`.
 
     With `lengths`, each micro-batch is collated on its own.
     """
     dataset: Any = loader.dataset
     chosen: Any = loader.batch_sampler
-    sampler = PlannedSampler(
+    sampler = HeteroBatchSampler(
         len(dataset),
         plan,
         seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
@@ -121,8 +188,14 @@ def planned(
     collate: Any = loader.collate_fn
     if lengths is not None:
         collate = CollateMicroBatches(collate, plan, rank)
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    return PlannedLoader(loader, sampler, lambda: int(progress.current.ready), collate)
+    return EpochLoader(loader, sampler, trainer, collate)
+
+
+def following(loader: Any, trainer: Any) -> DataLoader[Any]:
+    """The user's loader by a plan, in the epoch of Lightning and with a state."""
+    if isinstance(loader.dataset, StreamSplit):
+        return StreamLoader(loader, trainer)
+    return EpochLoader(loader, loader.batch_sampler, trainer)
 
 
 def even(loader: Any, rank: int, world_size: int, *, predicting: bool) -> DataLoader[Any]:
@@ -144,6 +217,11 @@ def even(loader: Any, rank: int, world_size: int, *, predicting: bool) -> DataLo
     if predicting:
         batches = _IndexBatchSamplerWrapper(batches)  # by which Lightning knows the indices
     return DataLoader(loader.dataset, batch_sampler=batches, **kept_options(loader))
+
+
+def _steps_done(trainer: Any) -> int:
+    """Steps of the epoch, without one whose passes run or have failed."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
 
 def _unknown_order(loader: Any) -> str | None:

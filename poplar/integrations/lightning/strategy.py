@@ -387,8 +387,7 @@ class PoplarStrategy(DDPStrategy):
         """The training loader, as the user has built it."""
         if self._train_loader is None:
             self._train_loader = _request_dataloader(self._trainer.fit_loop._data_source)
-            if not batches.follows_a_plan(self._train_loader):
-                batches.check_train_loader(self._train_loader)
+            batches.check_train_loader(self._train_loader)
         return self._train_loader
 
     def _global_batch(self, loader: Any) -> int:
@@ -418,9 +417,10 @@ class PoplarStrategy(DDPStrategy):
             rank, size = self.global_rank, self.world_size
             return batches.even(dataloader, rank, size, predicting=bool(trainer.predicting))
         self._train_loader = dataloader
-        if batches.follows_a_plan(dataloader):
-            return dataloader
         batches.check_train_loader(dataloader)
+        if batches.follows_a_plan(dataloader):
+            # Overfitting repeats the batches of one epoch.
+            return dataloader if trainer.overfit_batches else batches.following(dataloader, trainer)
         plan = self._plan if self._optimizer is None else self.plan
         if plan is None:  # only the number of steps is asked for, which no plan changes
             samples = self._global_batch(dataloader)
