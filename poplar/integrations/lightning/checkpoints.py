@@ -26,8 +26,6 @@ from poplar.values.formatting import format_names
 LIGHTNING = "lightning"
 BASE = "poplar_base"
 """Entry of adapters that were saved alone: `Manifest.base`, which describes the rest."""
-_ELSEWHERE = ("state_dict", "optimizer_states")
-"""Entries of Lightning's checkpoints that Poplar saves in its own form."""
 
 
 def save_folder(folder: Path, optimizer: HeteroZeroOptimizer, values: dict[str, Any]) -> None:
@@ -38,17 +36,21 @@ def save_folder(folder: Path, optimizer: HeteroZeroOptimizer, values: dict[str, 
         optimizer: of the model.
         values: Lightning's checkpoint, equal on all ranks.
     """
-    own = {name: value for name, value in values.items() if name not in _ELSEWHERE}
+    own = {**values}
+    for elsewhere in ("optimizer_states", _entry_of_model(values)):  # in Poplar's own form
+        own.pop(elsewhere, None)
     step = values.get("global_step")
     save_now(folder, optimizer, state={LIGHTNING: own}, step=step, replaces=True)
 
 
 def load_folder(
-    folder: Path, optimizer: HeteroZeroOptimizer, *, weights_only: bool = True
+    folder: Path, optimizer: HeteroZeroOptimizer, module: nn.Module, *, weights_only: bool = True
 ) -> dict[str, Any]:
-    """Load the training state; returns Lightning's values. Collective."""
-    values = load_checkpoint(folder, optimizer, weights_only=weights_only)
-    return _lightning_values(folder, values)
+    """Load the training state; returns Lightning's values, with the model's. Collective."""
+    loaded = load_checkpoint(folder, optimizer, weights_only=weights_only)
+    values = _lightning_values(folder, loaded)
+    values[_entry_of_model(values)] = module.state_dict()
+    return values
 
 
 def read_folder(folder: Path, *, weights_only: bool = True) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def read_folder(folder: Path, *, weights_only: bool = True) -> dict[str, Any]:
     opened.verify()
     read = values_of(opened)
     values = _lightning_values(folder, read["state"])
-    values |= {"state_dict": read["model"], "optimizer_states": [read["optimizer"]]}
+    values |= {_entry_of_model(values): read["model"], "optimizer_states": [read["optimizer"]]}
     if opened.manifest is not None and opened.manifest.base:
         values[BASE] = dict(opened.manifest.base)
     return values
@@ -108,6 +110,11 @@ def to_lightning_checkpoint(folder: str | Path, file: str | Path) -> None:
     values["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
     with written_aside(path) as output:
         torch.save(values, output)
+
+
+def _entry_of_model(values: Mapping[str, Any]) -> str:
+    """The entry for the model; `WeightAveraging` puts its average into `state_dict`."""
+    return "current_model_state" if "averaging_state" in values else "state_dict"
 
 
 def _lightning_values(folder: Path, values: dict[str, Any]) -> dict[str, Any]:

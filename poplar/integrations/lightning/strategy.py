@@ -547,10 +547,13 @@ class PoplarStrategy(DDPStrategy):
         if not complete_name(path).is_dir():
             loaded: dict[str, Any] = super().load_checkpoint(path, weights_only)
             return loaded
+        tensors_only = weights_only is not False
         if self._trainer.state.fn != TrainerFn.FITTING:
-            return checkpoints.read_folder(path, weights_only=weights_only is not False)
+            return checkpoints.read_folder(path, weights_only=tensors_only)
         self._loaded_folder = True
-        return checkpoints.load_folder(path, self.optimizer, weights_only=weights_only is not False)
+        module = self.lightning_module
+        assert module is not None
+        return checkpoints.load_folder(path, self.optimizer, module, weights_only=tensors_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """As Lightning's; of adapters that were saved alone, the base stays as it is."""
