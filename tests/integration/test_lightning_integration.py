@@ -297,6 +297,35 @@ def test_ranks_may_log_other_names_in_an_evaluation(ranks, tmp_path):
             assert runs[run][0] == pytest.approx(expected, rel=1e-5)
 
 
+def above_zero(batch: Any) -> int:
+    return int((batch[1] > 0).sum())
+
+
+class CountsSome(Regression):
+    """Its loss is a mean over the samples above 0, and NaN if there are none."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = batch[1][batch[1] > 0].mean()
+        self.log("loss", value)
+        self.log("of_step", value, on_step=True, on_epoch=True)
+
+
+def validate_with_a_weight(folder: Path) -> list[dict[str, float]]:
+    with environment():
+        run = on_ranks(folder, None, strategy=PoplarStrategy(plan=plan_of(1), weight=above_zero))
+        loader = data(45, batch_size=1)
+        return [run.validate(CountsSome(), loader, verbose=False)[0] for _ in range(2)]
+
+
+def test_a_batch_of_weight_0_counts_nothing_in_an_evaluation(ranks, tmp_path):
+    y = torch.cat([batch[1] for batch in data(45, batch_size=1)])
+    expected = float(y[y > 0].mean())
+    for runs in ranks.run(validate_with_a_weight, tmp_path):
+        for found in runs:
+            assert found["loss"] == pytest.approx(expected, rel=1e-5)
+            assert found["of_step_epoch"] == pytest.approx(expected, rel=1e-5)
+
+
 class ChangesBatches(Regression):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch

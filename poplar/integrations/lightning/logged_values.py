@@ -221,6 +221,15 @@ class EvaluationLog(_ResultCollection):
             options["batch_size"] = float(self._weight(self.batch))  # type: ignore[misc]
         super().log(fx, name, value, **options)
 
+    def update_metrics(self, key: str, value: Any, batch_size: Any) -> None:
+        """As Lightning's; a mean over nothing is NaN, and counts nothing."""
+        found = self[key]
+        is_mean = found.is_tensor and found.meta.on_epoch and found.meta.is_mean_reduction
+        sum_before = found.value if is_mean and not batch_size else None
+        super().update_metrics(key, value, batch_size)
+        if sum_before is not None:
+            found.value = sum_before
+
     def exchange(self, device: torch.device) -> None:
         """Give all ranks the values of the epoch so far, on their device. Collective."""
         mine = {
