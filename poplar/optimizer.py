@@ -515,10 +515,10 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Detach the optimizer from the model. Collective.
 
         Every parameter gets its own memory with its current value, in the dtype that it had when
-        the optimizer was built: master values stay exact, and frozen parameters have the values
-        that the model computed with. Hooks are removed and `.grad` is None. This optimizer cannot
-        be used any more, but another one, for example at another stage, can take the model. A rank
-        that the plan leaves out keeps its old values.
+        the optimizer was built: of an fp32 model, the master values. Frozen parameters have the
+        values that the model computed with. Hooks are removed and `.grad` is None. This optimizer
+        cannot be used any more, but another one, for example at another stage, can take the model.
+        A rank that the plan leaves out keeps its old values.
 
         Args:
             values: False drops the values and puts the parameters on `meta`: nothing is unsharded.
@@ -580,6 +580,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 `masters`.
             modules: unshard only the units that have parameters of these modules of the model, or
                 of modules with these names. Default: all.
+            masters: parameters have their fp32 values, which differ from those that the model
+                computes with in 16 bits. Run no forward inside: inputs are cast to 16 bits.
 
         Raises:
             ValueError: the model has no such module, or ranks pass different ones.

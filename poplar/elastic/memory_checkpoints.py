@@ -31,7 +31,7 @@ from poplar.comm.host_topology import Hosts, host_id
 from poplar.comm.point_to_point import Message
 from poplar.elastic.agent_folder import agent_folder, private_folder
 from poplar.elastic.memory_state import MemoryState, files_in, find, newest_whole, path_of
-from poplar.elastic.shard_file import START, Description, Mark, ShardFile, write_shard
+from poplar.elastic.shard_file import START, Description, Mark, ShardFile, mark_in, write_shard
 from poplar.values.errors import agreed
 from poplar.zero.agreement import exchange_results, run_on_all_ranks
 from poplar.zero.collective_calls import CollectiveCalls, collective
@@ -262,14 +262,15 @@ class _Slots:
     def _discard_from(self, step: int) -> None:
         """Discard this and later steps that were saved before: training has gone back. Local."""
 
-        def is_discarded(file: ShardFile) -> bool:
-            return file.mark is not None and file.mark.step >= step
+        def is_discarded(mark: Mark | None) -> bool:
+            return mark is not None and mark.step >= step
 
         for other in (self._next_files(owner)[0] for owner in self._files):
-            if is_discarded(other):
+            if is_discarded(other.mark):
                 other.begin()
+        # Those of other objects; all ranks of this host do so at the same time.
         for path in files_in(self._folder) if self._has_older else ():
-            if not path.name.startswith(self._tag) and is_discarded(ShardFile(path)):
+            if not path.name.startswith(self._tag) and is_discarded(mark_in(path)):
                 path.unlink(missing_ok=True)
 
     def _next_files(self, owner: int) -> tuple[ShardFile, ShardFile]:

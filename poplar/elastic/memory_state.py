@@ -18,7 +18,7 @@ from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.comm import Control
 from poplar.comm.point_to_point import Message
-from poplar.elastic.shard_file import Description, Mark, ShardFile
+from poplar.elastic.shard_file import Description, Mark, ShardFile, mark_in
 from poplar.values.errors import DamagedCheckpoint
 
 
@@ -53,7 +53,7 @@ def files_in(folder: Path) -> list[Path]:
 
 def find(folder: Path) -> list[Found]:
     """The files of a folder that are whole."""
-    marks = {path: ShardFile(path).mark for path in files_in(folder)}
+    marks = {path: mark_in(path) for path in files_in(folder)}
     named = [(*path.stem.rpartition("-")[::2], mark) for path, mark in marks.items() if mark]
     return [Found(slot, int(owner), mark) for slot, owner, mark in named]
 

@@ -39,6 +39,17 @@ class Mark(NamedTuple):
     end: int
 
 
+def mark_in(path: Path) -> Mark | None:
+    """What a file contains; None: nothing whole, or another rank has just removed it."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(START)
+    except FileNotFoundError:
+        return None
+    words = memoryview(start).cast("q").tolist() if len(start) == START else [0]
+    return Mark(*words[1:5]) if words[0] else None
+
+
 class Part(NamedTuple):
     """Elements `[start, stop)` of a tensor, in row-major order, in a file."""
 

@@ -270,13 +270,16 @@ def test_gradient_removed_on_one_rank_after_clipping_is_an_error_of_the_next_ste
 # Other changes
 
 
-def set_after_clipping(run: Run) -> tuple[list[Failure], bool]:
+def set_after_clipping(run: Run, puts_back: bool = False) -> tuple[list[Failure], bool]:
     """Errors, and whether the parameters are the same after them."""
     model, optimizer = training.prepare(run)
     before = training.whole_parameters(model, optimizer)
     passes(run, model, optimizer, 0)
+    given = model.head.bias.grad
+    if puts_back:
+        model.head.bias.grad = None
     optimizer.clip_grad_norm_(1.0)
-    model.head.bias.grad = torch.zeros_like(model.head.bias)
+    model.head.bias.grad = given if puts_back else torch.zeros_like(model.head.bias)
     with harness.catching() as caught:
         optimizer.step()
     here = {name: p for name, p in model.named_parameters() if not training.is_absent(p)}
@@ -287,6 +290,13 @@ def set_after_clipping(run: Run) -> tuple[list[Failure], bool]:
 def test_gradient_set_after_clipping_is_an_error(ranks: Pool, stage: int) -> None:
     answers = ranks.run(set_after_clipping, Run(RECIPE, uneven(stage)))
     assert_raised([failure for (failure,), _ in answers], "Use stage 0, or change the loss")
+    assert all(same for _, same in answers)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradient_that_is_put_back_after_clipping_is_an_error(ranks: Pool, stage: int) -> None:
+    answers = ranks.run(set_after_clipping, Run(RECIPE, uneven(stage)), puts_back=True)
+    assert_raised([failure for (failure,), _ in answers], "now it is what it was before")
     assert all(same for _, same in answers)
 
 

@@ -62,7 +62,7 @@ _NOT_HERE = (
 )
 
 SECOND_BACKWARD = (
-    "a backward after the gradients of this step were reduced. Run one backward per micro-batch "
+    "a backward after Poplar has taken the gradients. Run one backward per micro-batch "
     "(add the losses first), and call step() and zero_grad() before the next step"
 )
 
@@ -73,6 +73,15 @@ def replaced_after_the_passes(rank: int, name: str) -> RuntimeError:
         f"rank {rank}: .grad of {name!r} was set to a tensor, but at stages 1 to 3 the gradient is "
         "sharded over the ranks and not in .grad, so the update would ignore it. Use stage 0, or "
         "change the loss; .grad = None leaves a parameter out of the step at every stage"
+    )
+
+
+def put_back(rank: int, name: str) -> RuntimeError:
+    """The error if `.grad` was None when the gradient was read, and is what it was before again."""
+    return RuntimeError(
+        f"rank {rank}: .grad of {name!r} was None in clip_grad_norm_() or unscale_(), which has "
+        "left its gradient out of the step, and now it is what it was before. Leave it None until "
+        "step(); to clip only some gradients at stage 0, set it to a clone, or scale .grad yourself"
     )
 
 

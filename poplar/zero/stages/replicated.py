@@ -11,6 +11,7 @@ from torch import Tensor
 from poplar.comm import Codec, Communicator, Encoded, Work
 from poplar.comm.communicator import CallbackWork, own_slice
 from poplar.comm.shard_layout import Layout
+from poplar.zero.checks.placeholder_gradient import put_back
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.stages.sharded_optimizer import LocalAccumulation
 from poplar.zero.stages.strategy import Layouts
@@ -111,6 +112,8 @@ class Replicated(LocalAccumulation):
             elif gradient.data_ptr() != start + offset * step:
                 flat.gradient[part].copy_(gradient.reshape(-1))
                 parameter.grad = flat.gradient[part].view(parameter.shape)
+            elif position in flat.removed:
+                raise put_back(self.comm.group.name, flat.names[position])
         return removed
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:

@@ -33,7 +33,7 @@ from poplar.comm import Codec, Communicator, Encoded, Work
 from poplar.comm.communicator import CallbackWork, own_slice
 from poplar.comm.shard_layout import Layout
 from poplar.values.communication import BITS, EXACT, Communication, Precision
-from poplar.zero.checks.placeholder_gradient import replaced_after_the_passes
+from poplar.zero.checks.placeholder_gradient import put_back, replaced_after_the_passes
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
 from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.shard_cuts import layouts_under
@@ -362,9 +362,12 @@ class Strategy(ABC):
         The gradients there are set to 0, so that they have no part in the norm.
 
         Raises:
-            RuntimeError: it is another tensor, although the gradient is not in `.grad`.
+            RuntimeError: it is another tensor, although the gradient is not in `.grad`, or what it
+                was before it was None in an earlier call.
         """
         replaced = flat.replaced_gradients()
+        for position in flat.removed - replaced.keys() if flat.has_placeholders else ():
+            raise put_back(self.comm.group.name, flat.names[position])
         for position, gradient in replaced.items():
             if gradient is not None:
                 raise replaced_after_the_passes(self.comm.group.name, flat.names[position])
