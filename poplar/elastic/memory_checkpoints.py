@@ -98,6 +98,8 @@ class MemoryCheckpoints:
     def save(self, step: int) -> None:
         """Save the training state after `step` steps. Collective, between steps.
 
+        This and later steps that were saved before are discarded: training has gone back from them.
+
         Args:
             step: a whole number, at least 0, equal on all ranks.
 
