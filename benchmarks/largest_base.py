@@ -123,7 +123,7 @@ def trains(blocks: int, width: int, limits: Sequence[int], shares: tuple[float, 
                 own = tuple(limits)
                 return max(workers.call(_attempt_of_rank, blocks, width, own, shares, folder))
         except WorkersFailed as error:
-            if "memory" not in str(error).lower() and "allocate" not in str(error).lower():
+            if not error.is_out_of_memory:
                 raise
             return 0
 
@@ -150,7 +150,7 @@ def largest(width: int, limits: Sequence[int], shares: tuple[float, ...]) -> tup
     while size := trains(high, width, limits, shares):
         low, high, found = high, high + max(1, high // 8), size
     while high - low > max(1, high // 32):
-        middle = (low + high) // 2 if low else high - max(1, high // 8)
+        middle = (low + high) // 2
         if size := trains(middle, width, limits, shares):
             low, found = middle, size
         else:

@@ -243,7 +243,7 @@ def trains(
         with Workers(cluster, f"{blocks} blocks") as workers:
             workers.call(attempt, train, blocks, width, tuple(limits), plan)
     except WorkersFailed as error:
-        if not any(word in str(error).lower() for word in ("memory", "allocate", "bad_alloc")):
+        if not error.is_out_of_memory:
             raise
         return False
     return True

@@ -33,6 +33,12 @@ PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "poplar")
 class WorkersFailed(RuntimeError):
     """Ranks raised, died or missed the deadline; the message has all tracebacks."""
 
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether a rank ran out of memory, in Python, in torch or in C++."""
+        text = str(self).lower()
+        return any(word in text for word in ("memory", "allocate", "bad_alloc"))
+
 
 class WorkerContext:
     """First argument of every function that workers run: the rank, its cluster, and its engines."""

@@ -32,7 +32,7 @@ MEASURING = {
     "gpu_unequal": "--device cpu --case tiny_ranks --percent 50 50 --stage 1 --rounds 1 "
     "--seconds 0.5 --speed-seconds 0.2 --turn-seconds 0.1",
     "host_overhead": "--models llama-1.1b --ranks 4 --stages 3 --layers 2 --rounds 1 --steps 1",
-    "largest_base": "--limits 2 1 --largest 48 --width 512",
+    "largest_base": "--limits 2 1 --largest 24 --width 512",
     "largest_model": "--limits 2 1 --largest 24 --width 256 --peers fsdp2",
     "learning": "--quick",
     "left_out": "--quick --rounds 2",
