@@ -35,9 +35,9 @@ class WorkersFailed(RuntimeError):
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether a rank ran out of memory, in Python, in torch or in C++."""
+        """Whether a rank ran out of memory, in Python, torch or a thread of C++, which aborts."""
         text = str(self).lower()
-        return any(word in text for word in ("memory", "allocate", "bad_alloc"))
+        return any(word in text for word in ("memory", "allocate", "bad_alloc", "exit code -6"))
 
 
 class WorkerContext:
@@ -141,7 +141,9 @@ class Workers:
                 try:
                     fine, answers[rank] = channel.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
-                    fine, answers[rank] = False, "its process ended"
+                    self._processes[rank].join(self._grace_seconds)
+                    code = self._processes[rank].exitcode
+                    fine, answers[rank] = False, f"its process ended with exit code {code}"
                     lost.append(rank)
                 if not fine:
                     failed.append(f"rank {rank}: {answers[rank]}")
