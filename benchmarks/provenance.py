@@ -36,7 +36,7 @@ def versions(*names: str) -> str:
 
 @cache
 def commit() -> str:
-    """This checkout's commit, with `-dirty` if files differ from it.
+    """This checkout's commit, with `-dirty` if files other than saved rows differ from it.
 
     `POPLAR_COMMIT` overrides it, for copies without a history. A repository that only
     encloses such a copy does not count.
@@ -45,7 +45,11 @@ def commit() -> str:
         return os.environ["POPLAR_COMMIT"]
     if _git("rev-parse", "--show-toplevel") != str(ROOT):
         return "unknown"
-    return _git("describe", "--always", "--dirty") or "unknown"
+    name = _git("describe", "--always") or "unknown"
+    changed = _git(
+        "status", "--porcelain", "--untracked-files=no", "--", ".", ":!/benchmarks/results"
+    )
+    return f"{name}-dirty" if changed else name
 
 
 def _git(*command: str) -> str:

@@ -46,6 +46,14 @@ def test_changed_checkout_is_dirty(repository):
     assert provenance.commit() == head(repository) + "-dirty"
 
 
+def test_rows_that_were_measured_before_do_not_make_the_code_dirty(repository):
+    rows = repository / "benchmarks" / "results" / "codec.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.write_text("{}")
+    subprocess.run(["git", "add", rows], cwd=repository, check=True)
+    assert provenance.commit() == head(repository)
+
+
 def test_enclosing_repository_is_ignored(repository, monkeypatch):
     (repository / "copy").mkdir()
     monkeypatch.setattr(provenance, "ROOT", repository / "copy")
