@@ -802,7 +802,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             update=training.update,
             optimizer=self,
             stage=training.request.stage,
-            plan=training.request.plan,
+            plan=training.plan,
             scaler=training.scaler,
             reject_nonfinite=training.step.nonfinite.reject_state,
             changes_of_ranks=training.ranks.changes,

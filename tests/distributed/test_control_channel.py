@@ -73,6 +73,28 @@ def test_values_that_do_not_fit_into_a_frame_follow_it(ranks: Pool) -> None:
     assert ranks.run(exchange_long_values) == [(sums, [10, 5000, 0, 100_000])] * WORLD
 
 
+class OnFourthGPU(torch.Tensor):
+    """Says that it is on a device that no rank of these tests has."""
+
+    device = torch.device("cuda:3")  # type: ignore[assignment]
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor)
+
+
+def exchange_a_tensor_of_another_device() -> tuple[list[type], list[list[float]]]:
+    control = Control(Group.of(harness.group(), None))
+    own = torch.tensor([float(control.group.rank)]).as_subclass(OnFourthGPU)
+    received = control.exchange_objects({"step": [own]}, what="tensors")
+    values = [found["step"][0] for found in received]
+    return [type(value) for value in values], [value.tolist() for value in values]
+
+
+def test_tensors_of_any_device_arrive_on_the_cpu(ranks: Pool) -> None:
+    expected = [torch.Tensor] * WORLD, [[float(rank)] for rank in range(WORLD)]
+    assert ranks.run(exchange_a_tensor_of_another_device) == [expected] * WORLD
+
+
 def exchange_rows() -> list[list[list[float]]]:
     """Rows of several dtypes, waited for in another order than they were issued."""
     group = Group.of(harness.group(), None)

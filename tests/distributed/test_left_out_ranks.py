@@ -137,6 +137,7 @@ def use_every_call(stage: int, folder: Path) -> dict[str, Any]:
     schedule = RECIPE.scheduler(optimizer)
     state: dict[str, Any] = {"step": 1, "schedule": schedule}
     poplar.save_checkpoint(folder / "checkpoint", optimizer, state=state)
+    found["saved plan"] = Plan.from_json(folder / "checkpoint" / "plan.json")
     manager = poplar.CheckpointManager(folder / "all", optimizer, state=state)
     manager.save(1)
     memory = MemoryCheckpoints(optimizer, state={"schedule": schedule}, folder=folder / "memory")
@@ -175,6 +176,7 @@ def test_all_ranks_make_the_same_calls(ranks: Pool, stage: int, tmp_path: Path) 
     by_rank = ranks.run(use_every_call, stage, tmp_path)
     assert len({found["loss"] for found in by_rank}) == 1
     assert all(found["plan"] == plan_of(stage) and found["equal"] for found in by_rank)
+    assert all(found["saved plan"] == plan_of(stage) for found in by_rank)
     assert all(found["step"] == 1 and found["loaded"] == (1, 1, 0) for found in by_rank)
     assert all(found["from memory"] == (1, 0) for found in by_rank)
     assert [found["state"] > 0 for found in by_rank] == [False, False, False, True]

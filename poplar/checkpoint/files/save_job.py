@@ -171,7 +171,7 @@ class PendingSave:
         try:
             self._write()
             if self.job.rank == 0:
-                publish(self.job, self._is_stopped)
+                publish(self.job, self._cancel.is_set)
         except Cancelled:
             pass
         except BaseException as error:
@@ -187,12 +187,9 @@ class PendingSave:
         text = f"rank {self.job.name}: {self._doing} failed: {type(error).__name__}: {error}"
         print(f"poplar: {printable(text)}", file=sys.stderr, flush=True)
 
-    def _is_stopped(self) -> bool:
-        return self._cancel.is_set() or bool(self._control.group.failures)
-
     def _write(self) -> None:
         job = self.job
-        places = self._file.write_items(job.items[job.rank], job.values, self._is_stopped)
+        places = self._file.write_items(job.items[job.rank], job.values, self._cancel.is_set)
         path = job.aside / _LIST.format(rank=job.rank)
         hidden = path.with_suffix(".part")
         hidden.write_text(json.dumps([self._file.written, places]))

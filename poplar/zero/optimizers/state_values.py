@@ -121,12 +121,17 @@ class StateLayouts:
 def fill_state(state: dict[str, Any], cut: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
     """Write values into a new state: by name of `taken_apart`, what is `cut`, in any shape.
 
-    Of all `others`, parts of tensors that consist of others keep their value.
+    Of all `others`, parts of tensors that consist of others keep their value. Tensors stay on the
+    device that the new state has them on.
     """
     for key, value in taken_apart(state).items():
         if key in cut:
             value.copy_(cut[key].view(value.shape))
-    state |= {key: copy_value(value) for key, value in others.items() if key in state}
+    for key, value in others.items():
+        if key in state:
+            now, other = state[key], copy_value(value)
+            is_moved = isinstance(now, Tensor) and isinstance(other, Tensor)
+            state[key] = other.to(now.device) if is_moved else other
 
 
 def copy_value(value: Any) -> Any:
