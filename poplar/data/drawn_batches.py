@@ -74,6 +74,9 @@ class DrawnBatches:
         self._taken += 1
         return self._ahead.popleft() + 1 if self._ahead else 0
 
+    def miss(self) -> None:
+        """Note that an optimizer takes a step without a batch of these; called by optimizers."""
+
     def skip(self, batches: int) -> None:
         """Note that no optimizer will take the first of the batches that were drawn."""
         for _ in range(min(batches, len(self._ahead))):

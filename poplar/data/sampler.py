@@ -30,6 +30,11 @@ from poplar.data.lengths import checked_lengths, deal, digest_of, grouped_order
 from poplar.values.plan import Plan
 from poplar.values.schema import Count, checked
 
+_NOT_COUNTED = (
+    "an optimizer takes more steps than the HeteroBatchSampler has batches, as with several steps "
+    "per batch, and the DataLoader draws batches ahead: it is not known which of them were trained"
+)
+
 
 class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
     """Batches of indices for a map-style dataset: this rank's part of one global batch per step.
@@ -104,6 +109,9 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         self._drawn = 0  # steps of this epoch that were drawn, including those before `_start`
         self._done = 0  # of these, up to the last one that an optimizer has taken
         self._ahead_of_step = 0  # least number of later batches that were drawn when one was taken
+        self._most_ahead = 0  # the largest
+        self._is_drawing = False  # the iteration has batches left
+        self._is_counted = True  # `_done` is the number of batches that were trained
         self._drop_last = drop_last
 
     @property
@@ -140,6 +148,7 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         order = self._order()
         self._drawn = self._done = self._start
         self._ahead_of_step = self._steps
+        self._most_ahead, self._is_drawing = 0, True
         ahead = self._begin()
         try:
             for step in range(self._start, self._steps):
@@ -148,13 +157,22 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         except GeneratorExit:  # what was drawn ahead will not be trained
             ahead.clear()
             raise
+        finally:
+            if ahead is self._ahead:
+                self._is_drawing = False
 
     def take(self) -> int:
         changes = super().take()
+        self._most_ahead = max(self._most_ahead, self.ahead)
         # Batches that a loop has dropped count as ahead, but how far workers draw does not grow.
         self._ahead_of_step = min(self._ahead_of_step, self.ahead)
         self._done = self._drawn - self._ahead_of_step
         return changes
+
+    def miss(self) -> None:
+        # Steps that took no batch of their own have counted batches that workers drew ahead.
+        if self._is_drawing and self._most_ahead:
+            self._is_counted = False
 
     def _own_part(self, plan: Plan, global_batch: torch.Tensor) -> list[int]:
         """The samples of this rank in a global batch of these indices."""
@@ -166,6 +184,8 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
 
     def check_plan(self, plan: Plan) -> None:
         super().check_plan(plan)
+        if not self._is_counted:
+            raise ValueError(f"{_NOT_COUNTED}, nor at which step the next one will be")
         if (tail := self._length % plan.global_batch) and not self._drop_last:
             check_last_batch(tail, plan, f"the dataset has {self._length} samples")
 
@@ -185,8 +205,16 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
             steps_done: steps of this epoch that were trained, counted from the start of the epoch.
                 None: those that a `HeteroZeroOptimizer` has taken; without one, the batches that
                 were drawn. `DataLoader` workers draw ahead of training, so pass the trainer's own
-                count if they draw for another optimizer, or for several ones.
+                count if they draw for another optimizer, for several ones, or for several steps.
+
+        Raises:
+            RuntimeError: without `steps_done`, if more steps were taken than batches.
         """
+        if steps_done is None and not self._is_counted:
+            raise RuntimeError(
+                f"{_NOT_COUNTED}; save what state_dict(steps_done=) returns for the batches of "
+                "this epoch that were trained, or let the DataLoader have num_workers=0"
+            )
         done = self._done if self._taken else self._drawn
         steps = done if steps_done is None else steps_done
         if not 0 <= steps <= self._steps:

@@ -80,7 +80,11 @@ class PlanSchedule:
         self.in_step = True
         sampler = self._next_sampler()
         self._sampler = None if sampler is None else weakref.ref(sampler)
-        self.version = 0 if sampler is None or not sampler.ahead else sampler.take()
+        self.version = 0
+        if sampler is not None and sampler.ahead:
+            self.version = sampler.take()
+        elif sampler is not None:
+            sampler.miss()
 
     def count_from(self, steps: int) -> None:
         """Take the number of steps that have begun from another rank."""

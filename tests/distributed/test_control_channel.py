@@ -76,7 +76,7 @@ def test_values_that_do_not_fit_into_a_frame_follow_it(ranks: Pool) -> None:
 class OnFourthGPU(torch.Tensor):
     """Says that it is on a device that no rank of these tests has."""
 
-    device = torch.device("cuda:3")  # type: ignore[assignment]
+    device = torch.device("cuda:3")
 
     def cpu(self) -> torch.Tensor:  # type: ignore[override]
         return self.as_subclass(torch.Tensor)

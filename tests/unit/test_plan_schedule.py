@@ -71,6 +71,35 @@ def test_state_counts_the_batches_that_an_optimizer_has_taken(workers: int, stop
     assert list(steps_of(resumed, workers, 20 - stop)) == whole[stop:]
 
 
+def three_steps_per_batch(sampler: HeteroBatchSampler, workers: int) -> tuple[PlanSchedule, Any]:
+    """After three batches, as PPO takes steps; with the iterator, which has more batches."""
+    schedule = PlanSchedule()
+    loader = iter(
+        DataLoader(Indices(), batch_sampler=sampler, num_workers=workers, collate_fn=list)
+    )
+    for _ in islice(loader, 3):
+        for _ in range(3):
+            schedule.begin_step()
+    return schedule, loader
+
+
+def test_several_steps_per_batch_are_counted_without_workers() -> None:
+    sampler = HeteroBatchSampler(60, OLD, rank=0)
+    schedule, _loader = three_steps_per_batch(sampler, 0)
+    assert sampler.state_dict()["step"] == 3
+    assert schedule.first_step(NEW) == 9
+
+
+def test_several_steps_per_batch_are_not_guessed_with_workers() -> None:
+    sampler = HeteroBatchSampler(60, OLD, rank=0)
+    schedule, _loader = three_steps_per_batch(sampler, 1)
+    with pytest.raises(RuntimeError, match=r"more steps than .*state_dict\(steps_done=\)"):
+        sampler.state_dict()
+    with pytest.raises(ValueError, match="more steps than"):
+        schedule.first_step(NEW)
+    assert sampler.state_dict(steps_done=3)["step"] == 3
+
+
 def test_state_counts_a_batch_that_no_step_has_taken_once_a_later_one_is_taken() -> None:
     sampler, schedule = HeteroBatchSampler(60, OLD, rank=0), PlanSchedule()
     found = []
