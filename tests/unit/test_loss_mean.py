@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from poplar.tuning import autotune
 from poplar.zero import engine_hooks
+from poplar.zero.checks import loss_mean
 from poplar.zero.checks.loss_mean import FirstLossCheck, wrong_weight
 
 SEEDS = range(choose(quick=4, full=10))
@@ -473,6 +474,45 @@ def test_a_loop_over_a_model_with_its_own_loss_warns():
         labels = 1 if inputs else "'targets'"
         assert f"tokens(ignore_index=255, shift=False, labels={labels}) to the loop" in message
         assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+class OfImages(nn.Module):
+    """Returns its own loss, of images of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        return torch.stack([self.layer(image).square().mean() for image in images]).mean()
+
+
+@pytest.mark.parametrize(
+    ("batch", "most_bytes", "calls"),
+    [([torch.ones(2, 3), torch.ones(5, 3)], 1 << 20, 1), (torch.ones(1, 3), 8, 2)],
+    ids=["samples that cannot be counted", "one sample with large outputs"],
+)
+def test_the_look_ends_where_nothing_can_be_compared(monkeypatch, batch, most_bytes, calls):
+    monkeypatch.setattr(loss_mean, "_MOST_BYTES", most_bytes)
+    model, check = OfImages(), FirstLossCheck(looks=True)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch)
+
+    for _ in range(calls):
+        check.watched(loss_fn)(model, batch)
+    assert check.watched(loss_fn) is loss_fn
+    FirstLossCheck(looks=True).watch_loop(model, batch)
+    model(batch)
+    assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+def test_micro_batches_after_a_small_one_with_large_outputs_are_compared(monkeypatch):
+    monkeypatch.setattr(loss_mean, "_MOST_BYTES", 8)
+    batch = batch_of(3)
+    single = {key: value[:1] for key, value in batch.items()}
+    loss_fn, told = no_means()["ignored steps"]
+    assert told in warning_of_a_pass(loss_fn, Head(), [single, batch])
 
 
 def test_nothing_runs_on_one_rank_that_others_must_take_part_in(tmp_path):

@@ -97,6 +97,8 @@ class FirstLossCheck:
         self._where = "to the loop over micro-batches, if it uses the model's own loss"
         self._first: RecordedLoss | None = None
         """A micro-batch of one sample, which is compared together with the next one."""
+        self._has_looked = False
+        """At a micro-batch of one sample. The next one is looked at, too, but no further ones."""
 
     def skip(self) -> None:
         """Look at nothing."""
@@ -170,10 +172,13 @@ class FirstLossCheck:
         if first is not None:
             recorded = first.join(recorded)
         samples = recorded.samples
-        if samples < 2:
+        if samples == 1 and not self._has_looked:
+            self._has_looked = True
             self._first = recorded.copied() if recorded.bytes() <= _MOST_BYTES else None
             return None
         self._looks = False
+        if samples < 2:
+            return None
         few = max(2, min(samples, MOST_SAMPLES, _MOST_BYTES * samples // (recorded.bytes() + 1)))
         with random_state_preserved(next(recorded.model.parameters()).device):
             return _wrong_weight(recorded, few, where)
