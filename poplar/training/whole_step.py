@@ -34,7 +34,6 @@ def check_before_step(training: TrainedModel) -> None:
     engine.hooks.drop_implicit_pass()
     if training.step.leave_user_loop(_STEP_INSIDE_LOOP) or engine.scheduler.active:
         raise RuntimeError(_STEP_INSIDE_LOOP)
-    training.checks.check_mode()
     if engine.has_gradients and training.ranks.group.rank == 0:
         warnings.warn(
             "a step begins, and the gradients of the last one are dropped, because they were "

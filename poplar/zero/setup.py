@@ -209,8 +209,8 @@ def check_request(given: Arguments, group: Group) -> Request:
     check_choice("on_out_of_memory", given.on_out_of_memory, OnOutOfMemory)
     check_choice("on_nonfinite", given.on_nonfinite, OnNonFinite)
     model_checks.reject_wrapped(model)
-    if not given.allow_forward_state:
-        model_checks.reject_batch_norm(model_checks.batch_norms(model))
+    batch_norms = model_checks.batch_norms(model)
+    model_checks.reject_batch_norm(batch_norms, allowed=given.allow_forward_state)
     model_checks.reject_sparse_embeddings(model)
     model_checks.reject_sparse_buffers(model)
     stage = _stage_of(plan, given.stage, group.size)

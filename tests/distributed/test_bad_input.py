@@ -366,6 +366,48 @@ def test_batch_norm_can_be_allowed(ranks: Pool, stage: int) -> None:
     assert all(ranks.run(train_with_batch_norm, stage, {"allow_forward_state": True}, True))
 
 
+def fail_in_training_mode(sync: bool, late: bool) -> list[Failure]:
+    """What raises for a BatchNorm in training mode, also if it is so after the optimizer was built.
+
+    A `SyncBatchNorm` over the ranks of this call has its state allowed.
+    """
+    recipe = Recipe(spec=ModelSpec(kind="batch_norm"))
+    model = models.build(recipe.spec).to(harness.device())
+    if sync:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model, harness.group())
+    model.train(not late)
+    with harness.catching() as caught:
+        optimizer = HeteroZeroOptimizer(
+            model,
+            torch.optim.SGD,
+            stage=0,
+            process_group=harness.group(),
+            allow_forward_state=sync,
+            lr=0.1,
+        )
+        model.train()
+        batch = training.on_device(recipe.part(0, 0, 2))
+        if late and sync:
+            optimizer.train_step(models.mean_over_samples, batch)
+        elif late:
+            models.mean_over_samples(model, batch).backward()
+    return caught
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("sync", [False, True])
+def test_batch_norm_is_refused_whenever_it_is_in_training_mode(
+    ranks: Pool, sync: bool, late: bool
+) -> None:
+    kind = "SyncBatchNorm" if sync else "BatchNorm"
+    for caught in ranks.run(fail_in_training_mode, sync, late, ranks=2):
+        assert f"module 'norm' is a {kind} in training mode" in caught[0].message
+
+
+def test_sync_batch_norm_of_one_rank_is_a_batch_norm(ranks: Pool) -> None:
+    assert ranks.run(fail_in_training_mode, True, False, ranks=1) == [[]]
+
+
 def read_model_state(run: Run) -> tuple[dict, dict, str]:
     """The elements in `model.state_dict()`, the whole parameters, and why it was not pickled."""
     model, optimizer = training.prepare(run)

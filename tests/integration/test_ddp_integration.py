@@ -16,7 +16,7 @@ import unequal_passes as training
 from clusters import cluster_of, device
 from ranks import Failure, Pool
 from subset import choose
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from unequal_passes import Job, assert_equal_losses
@@ -449,6 +449,23 @@ def test_buffers_that_forwards_write_from_samples_raise_unless_allowed(ranks: Po
         for refused, allowed in ranks.run(train_with_a_moving_average, job, ranks=3):
             assert "buffer 'scale' differs" in refused[0].message
             assert allowed == []
+
+
+def train_with_sync_batch_norm(job: Job) -> list[Failure]:
+    """What the loop raises if the model has a SyncBatchNorm in training mode."""
+    model = training.wrap(job)  # DDP itself refuses one on the CPU
+    inner = model.module if job.plan.stage == 0 else model
+    inner.norm = nn.SyncBatchNorm(1, affine=False)
+    passes = job.engine.UnequalPasses(model, job.plan, allow_forward_state=True)
+    with harness.catching() as caught:
+        training.step_with(job, model, training.optimizer_of(job, model), passes, 0)
+    return caught
+
+
+def test_sync_batch_norm_raises_although_its_state_is_allowed(ranks: Pool) -> None:
+    for plan in (UNEQUAL, replace(UNEQUAL, stage=1)):  # of DDP and of FSDP2
+        for caught in ranks.run(train_with_sync_batch_norm, Job("tagger", plan), ranks=3):
+            assert "'norm' is a SyncBatchNorm in training mode" in caught[0].message
 
 
 def wrong_constructions() -> list[str]:

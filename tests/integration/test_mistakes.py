@@ -449,6 +449,12 @@ def batch_norm_in_training_mode(made: Made) -> None:
     made.new_optimizer(models.build(replace(RECIPE.spec, kind="batch_norm")))
 
 
+def sync_batch_norm_in_training_mode(made: Made) -> None:
+    model = models.build(replace(RECIPE.spec, kind="batch_norm"))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    made.new_optimizer(model, allow_forward_state=True)
+
+
 def two_optimizers_on_one_model(made: Made) -> None:
     made.new_optimizer(made.model)
 
@@ -721,6 +727,7 @@ MISTAKES = [
     ),
     Mistake(model_in_evaluation_mode, "call model.train()", warns=True),
     Mistake(batch_norm_in_training_mode, "freeze it with .eval()", stages=(0, 3)),
+    Mistake(sync_batch_norm_in_training_mode, "use a plain BatchNorm", stages=(0, 3)),
     Mistake(two_optimizers_on_one_model, "call release() on that optimizer", stages=(0, 3)),
     Mistake(parameter_written, "full_parameters(writeback=True)", stages=(3,), local=True),
     Mistake(average_in_frozen_parameters, "an fp32 model outside", stages=(0, 1, 2), warns=True),

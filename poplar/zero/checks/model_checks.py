@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -46,16 +47,33 @@ def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
 
 
-def reject_batch_norm(named: Sequence[tuple[str, nn.Module]]) -> None:
-    """Reject `batch_norms` in training mode."""
+def reject_batch_norm(named: Sequence[tuple[str, nn.Module]], *, allowed: bool) -> None:
+    """Reject `batch_norms` in training mode; where they are allowed, those that communicate."""
     for name, module in named:
-        if module.training:
+        if module.training and _communicates(module):
+            raise ValueError(
+                f"module {name!r} is a SyncBatchNorm in training mode: its communication in every "
+                "pass assumes that all ranks run equally many passes of equal weight, so it can "
+                "hang or give a wrong gradient, also with allow_forward_state=True. Use GroupNorm "
+                "or LayerNorm, freeze it with .eval(), or use a plain BatchNorm, whose statistics "
+                "per micro-batch allow_forward_state=True accepts"
+            )
+        if module.training and not allowed:
             raise ValueError(
                 f"module {name!r} is a BatchNorm in training mode: its statistics couple the "
                 "samples of a micro-batch, so the gradient depends on how the batch is split. Use "
                 "GroupNorm or LayerNorm, freeze it with .eval(), or accept statistics per "
                 "micro-batch with allow_forward_state=True"
             )
+
+
+def _communicates(module: nn.Module) -> bool:
+    """Whether a BatchNorm in training mode takes its statistics from several ranks."""
+    return (
+        isinstance(module, nn.SyncBatchNorm)
+        and dist.is_initialized()
+        and dist.get_world_size(module.process_group) > 1
+    )
 
 
 def reject_sparse_embeddings(model: nn.Module) -> None:

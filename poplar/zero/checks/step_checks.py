@@ -44,7 +44,7 @@ class StepChecks:
         """
         looks = control.group.rank == looking
         self._model, self._control = model, control
-        self._batch_norms = [] if allow_forward_state else batch_norms(model)
+        self._batch_norms = batch_norms(model)
         self._is_first = True
         self._allows_forward_state = allow_forward_state
         self.batches = FirstBatches(control, looks=looks)
@@ -66,8 +66,8 @@ class StepChecks:
             check.skip()
 
     def check_mode(self) -> None:
-        """Raise if a BatchNorm is in training mode. Local."""
-        reject_batch_norm(self._batch_norms)
+        """Raise if a BatchNorm is in training mode that may not be. Local."""
+        reject_batch_norm(self._batch_norms, allowed=self._allows_forward_state)
 
     def check_structure(
         self, structure: ModelStructure, groups: Sequence[Mapping[str, Any]]
