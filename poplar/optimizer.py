@@ -142,9 +142,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         timeout: how long a rank waits for other ranks; default: 5 minutes; with NCCL less if
             the process group's timeout is shorter than 7 minutes.
         allow_forward_state: accept state that forwards write and that differs between ranks: the
-            statistics of BatchNorm in training mode (never of SyncBatchNorm), codebooks by moving
-            average, running normalizers, `spectral_norm` with unequal passes. Each rank then has its
-            own, and rank 0's is saved.
+            statistics of BatchNorm in training mode (never of SyncBatchNorm), codebooks and frozen
+            teachers by moving average, running normalizers, `spectral_norm` with unequal passes.
+            Each rank then has its own, and rank 0's is saved.
         weights: the values of the parameters: the path of a safetensors file, of an index as
             Hugging Face writes it, or of a folder with either; or, for a model on `meta`, a
             function that initializes the parameters of one module, as for `model.apply`. Default:

@@ -54,9 +54,9 @@ class UnequalPasses(_UnequalPasses):
         model: a `DistributedDataParallel`, possibly compiled. `find_unused_parameters`,
             `gradient_as_bucket_view` and communication hooks work; `static_graph` does not.
         plan: of stage 0, for as many ranks as DDP has.
-        allow_forward_state: accept buffers that forwards write and that differ between ranks, as
-            the statistics of BatchNorm in training mode do: they are those of a micro-batch.
-            SyncBatchNorm in training mode is always an error.
+        allow_forward_state: accept buffers and frozen parameters that forwards write and that
+            differ between ranks, as the statistics of BatchNorm in training mode do: they are those
+            of a micro-batch. SyncBatchNorm in training mode is always an error.
         timeout: how long a rank waits for other ranks before a backward; default: 5 minutes.
 
     Raises:

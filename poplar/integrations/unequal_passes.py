@@ -147,7 +147,7 @@ class UnequalPasses:
             CollectiveTimeout: another rank failed, and all ranks are stopped.
             ValueError, TypeError, RuntimeError: this rank's batch is wrong, a loop body called
                 `backward` of the loss itself, or not at all. At the end of one of the first loops:
-                forwards have written other values into a buffer of the model on other ranks.
+                forwards have written other values into a buffer or frozen parameter on other ranks.
         """
         with self.collective_calls.running(LOOP):
             step = UserStep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,6 +71,27 @@ class RenormalizedEmbedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.table(x[:, 0].mul(10).long().remainder(8))
+
+
+class Teacher(nn.Module):
+    """A frozen copy of a layer, which follows it by moving average."""
+
+    def __init__(self, width: int = 6, in_forward: bool = True) -> None:
+        super().__init__()
+        self.student = nn.Linear(6, width)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.in_forward = in_forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_forward:
+            self.follow()
+        return x + (self.student(x) * self.teacher(x)).mean(1, keepdim=True)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+        for mean, parameter in pairs:
+            mean.lerp_(parameter, 0.1)
 
 
 class Counters(nn.Module):
@@ -146,6 +168,8 @@ WRITES: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "spectral_norm": (lambda: parametrizations.spectral_norm(linear()), UNEQUAL),
     "old spectral_norm": (lambda: spectral_norm(linear()), UNEQUAL),
     "Embedding(max_norm)": (RenormalizedEmbedding, EQUAL),
+    "teacher": (Teacher, UNEQUAL),
+    "large teacher": (lambda: Teacher(width=2000), UNEQUAL),
 }
 
 EQUAL_WRITES: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
@@ -164,11 +188,18 @@ EQUAL_WRITES: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "decay": (lambda: Buffer(lambda state, x: state * 0.9), EQUAL),
     "dropout": (lambda: nn.Dropout(0.5), UNEQUAL),
     "evaluation": (lambda: Buffer(lambda state, x: x.mean(0)).eval(), EQUAL),
+    "teacher": (Teacher, EQUAL),
+    "frozen": (lambda: linear().requires_grad_(False), UNEQUAL),
 }
 
 
-def steps(make: Callable[[], nn.Module], plan: Plan, options: dict[str, Any]) -> str:
-    """Two steps; the error, if one raises."""
+def steps(
+    make: Callable[[], Any],
+    plan: Plan,
+    options: dict[str, Any],
+    after: Callable[[Any], None] = lambda _inner: None,
+) -> str:
+    """Two steps, with `after(inner)` after each of them; the error, if one raises."""
     torch.manual_seed(0)
     inner = make()
     model = nn.Sequential(linear(), inner, nn.Linear(6, 1))
@@ -183,6 +214,7 @@ def steps(make: Callable[[], nn.Module], plan: Plan, options: dict[str, Any]) ->
         for _ in range(2):
             x = torch.randn(plan.samples(harness.rank()), 6) + 1
             optimizer.train_step(lambda m, b: m(b).square().mean(), x)
+            after(inner)
     except ValueError as error:
         return str(error)
     optimizer.release()
@@ -207,7 +239,7 @@ def test_state_that_differs_between_ranks_is_noticed(ranks: Pool, number: int) -
     for errors in ranks.run(all_steps, "writes", number, {}, ranks=2):
         for name, error in errors.items():
             expected = "allow_forward_state=True"
-            if number == 3 and ("ActNorm" in name or "Embedding" in name):
+            if number == 3 and any(one in name for one in ("ActNorm", "Embedding", "teacher")):
                 expected = "full_parameters(writeback=True)"
             assert expected in error, (name, error)
 
@@ -216,9 +248,16 @@ def test_state_that_differs_between_ranks_is_noticed(ranks: Pool, number: int) -
 def test_equal_state_caches_and_counters_are_no_alarm(ranks: Pool, number: int) -> None:
     for errors in ranks.run(all_steps, "equal writes", number, {}, ranks=2):
         if number == 3:
-            for name in ("masked", "normalized", "rounded"):
+            for name in ("masked", "normalized", "rounded", "teacher"):
                 assert "full_parameters(writeback=True)" in errors.pop(name)
         assert not any(errors.values()), errors
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_frozen_teacher_may_be_written_between_steps(ranks: Pool, number: int) -> None:
+    make, plan = partial(Teacher, in_forward=False), stage(number, UNEQUAL)
+    for error in ranks.run(steps, make, plan, {}, Teacher.follow, ranks=2):
+        assert not error
 
 
 @pytest.mark.parametrize("change", [Tensor.bfloat16, Tensor.squeeze])

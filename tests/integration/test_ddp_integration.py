@@ -431,11 +431,20 @@ class Normalizing(training.Tagger):
         return super().forward(input_ids, labels)
 
 
-def train_with_a_moving_average(job: Job) -> list[list[Failure]]:
+class NormalizingByParameter(Normalizing):
+    """The moving average is a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+
+
+def train_with_a_moving_average(job: Job, make: type[nn.Module]) -> list[list[Failure]]:
     """What the first step raises without and with `allow_forward_state`."""
     failures = []
     for allowed in (False, True):
-        model = training.wrap(job, Normalizing())
+        model = training.wrap(job, make())
         passes = job.engine.UnequalPasses(model, job.plan, allow_forward_state=allowed)
         with harness.catching() as caught:
             training.step_with(job, model, training.optimizer_of(job, model), passes, 0)
@@ -446,9 +455,18 @@ def train_with_a_moving_average(job: Job) -> list[list[Failure]]:
 def test_buffers_that_forwards_write_from_samples_raise_unless_allowed(ranks: Pool) -> None:
     for plan in (UNEQUAL, replace(UNEQUAL, stage=1)):  # of DDP and of FSDP2
         job = Job("tagger", plan)
-        for refused, allowed in ranks.run(train_with_a_moving_average, job, ranks=3):
+        for refused, allowed in ranks.run(train_with_a_moving_average, job, Normalizing, ranks=3):
             assert "buffer 'scale' differs" in refused[0].message
             assert allowed == []
+
+
+def test_frozen_parameters_that_forwards_write_raise_unless_allowed(ranks: Pool) -> None:
+    job = Job("tagger", UNEQUAL)
+    for refused, allowed in ranks.run(
+        train_with_a_moving_average, job, NormalizingByParameter, ranks=3
+    ):
+        assert "parameter 'scale' differs" in refused[0].message
+        assert allowed == []
 
 
 def train_with_sync_batch_norm(job: Job) -> list[Failure]:

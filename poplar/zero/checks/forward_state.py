@@ -2,9 +2,9 @@
 
 Buffers of the model, and parameters where every rank has all of them, are equal on all ranks when
 the optimizer is built. What a forward writes into them from its samples, or once per pass, differs
-afterwards: data-dependent initialization, running statistics, codebooks by moving average, the
-vectors of `spectral_norm`. One device would have seen the whole batch. Changes that are equal on
-all ranks, such as masks, caches and counters, are no matter.
+afterwards: data-dependent initialization, running statistics, codebooks and frozen teachers by
+moving average, the vectors of `spectral_norm`. One device would have seen the whole batch. Changes
+that are equal on all ranks, such as masks, caches and counters, are no matter.
 
 Where parameters are sharded, what a forward writes into them is lost, so any change counts.
 """
@@ -22,6 +22,7 @@ from poplar.values.errors import equal_on_all_ranks
 from poplar.values.formatting import format_names
 from poplar.zero.checks.replica_check import checksum, differing_parameters
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.opaque_parameter import is_opaque
 from poplar.zero.stages.strategy import Strategy
 
 FIRST_STEPS = 2
@@ -29,6 +30,9 @@ _WHAT = "state that forwards write"
 _PROJECTIONS = 16
 """Sums with random signs that stand for a change: the norm of their difference is, within a factor
 of two, that of the changes."""
+_PROBED = 4096
+"""Elements of a frozen parameter that are compared, at least a half of them: a frozen base may have
+many GiB, of which a forward mostly writes none or all."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Relative difference of two changes that unlike devices explain; others round more."""
 _ROUGH = 5e-2
@@ -50,17 +54,18 @@ class ForwardStateCheck:
     ) -> None:
         """
         Args:
-            model: whose buffers are compared.
+            model: whose buffers and frozen parameters are compared.
             allowed: ranks may have state of their own; it must still not be lost.
-            flats: parameters, which are compared too.
+            flats: parameters that this engine has, which are compared too.
             strategy: has their values; None: another engine has the parameters.
         """
         self._model, self._flats = model, [flat for flat in flats if not flat.is_local]
+        self._managed = {id(parameter) for flat in flats for parameter in flat.parameters}
         self._strategy, self._control = strategy, control
         self._compares = not allowed and control.group.size > 1
         self._shards = strategy is not None and strategy.shards_parameters
         self._steps = FIRST_STEPS if self._compares or self._shards else 0
-        self._before = _on_host(model) if self._compares else {}
+        self._before = self._on_host() if self._compares else {}
         if strategy is not None:
             strategy.note_writes(self._steps > 0)
 
@@ -78,7 +83,7 @@ class ForwardStateCheck:
         if not self._steps:
             return
         lost = [] if self._strategy is None else self._strategy.take_noted_writes()
-        now = _on_host(self._model) if self._compares else {}
+        now = self._on_host() if self._compares else {}
         changes = {name: _change(self._before.get(name), value) for name, value in now.items()}
         mine = (lost, {name: change for name, change in changes.items() if change}, self._sums())
         received = self._control.exchange_objects(mine, what=_WHAT)
@@ -89,7 +94,7 @@ class ForwardStateCheck:
                 tolerance = _TOLERANCE.get(now[name].dtype, _ROUGH) if name in now else _ROUGH
                 by_rank = [own.get(name, (0.0,) * _PROJECTIONS) for own in sketches]
                 equal = [not _differ(own, by_rank[0], tolerance) for own in by_rank]
-                self._raise_if_different(f"buffer {name!r}", equal)
+                self._raise_if_different(name, equal)
             if any(sums != received[0][2] for _, _, sums in received):
                 values = [flat.values for flat in self._flats]
                 for name, sums in differing_parameters(self._control, self._flats, values, _WHAT):
@@ -107,13 +112,14 @@ class ForwardStateCheck:
             raise ValueError(
                 f"{what} differs after the forwards of this step: rank(s) {ranks} wrote other "
                 f"values than rank {group.names[0]}, from their own samples or in another number "
-                "of passes (data-dependent initialization, running statistics, codebooks by "
-                "moving average, spectral_norm, Embedding(max_norm=...)). One device would have "
-                "seen the whole batch. No rank applied the step, but the state is changed. "
-                "Initialize such state before the optimizer is built, with the same samples on "
-                "all ranks; freeze its module with .eval(); or write it between steps from "
-                "values that torch.distributed.all_reduce has averaged. If it may differ, or "
-                "your code averages it, pass allow_forward_state=True"
+                "of passes (data-dependent initialization, running statistics, codebooks or "
+                "teachers by moving average, spectral_norm, Embedding(max_norm=...)). One device "
+                "would have seen the whole batch. No rank applied the step, but the state is "
+                "changed. Initialize such state before the optimizer is built, with the same "
+                "samples on all ranks; freeze its module with .eval(); or write it between steps "
+                "from values that are equal on all ranks, such as parameters or averages by "
+                "torch.distributed.all_reduce. If it may differ, or your code averages it, pass "
+                "allow_forward_state=True"
             )
 
     def _sums(self) -> list[int]:
@@ -126,6 +132,31 @@ class ForwardStateCheck:
             return []
         return [int(checksum([flat.values])) for flat in self._flats]
 
+    def _on_host(self) -> dict[str, Tensor]:
+        """Buffers, and some elements of each frozen parameter that is in no flat parameter.
+
+        Of buffers, the floating-point ones in the state dict: others are caches and counters. Of
+        parameters, none of [Note: opaque tensors]: only their own module knows their elements.
+        """
+        buffers = {
+            f"buffer {(f'{prefix}.{name}' if prefix else name)!r}": buffer.detach().to(
+                "cpu", copy=True
+            )
+            for prefix, module in self._model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+            and name not in module._non_persistent_buffers_set
+            and buffer.is_floating_point()
+            and not buffer.is_meta
+        }
+        frozen = {
+            f"parameter {name!r}": _probe(parameter).to("cpu", copy=True)
+            for name, parameter in self._model.named_parameters()
+            if id(parameter) not in self._managed
+            and not (parameter.requires_grad or parameter.is_meta or is_opaque(parameter))
+        }
+        return buffers | frozen
+
 
 def _raise_if_lost(names: Sequence[str]) -> None:
     if names:
@@ -137,21 +168,12 @@ def _raise_if_lost(names: Sequence[str]) -> None:
         )
 
 
-def _on_host(model: nn.Module) -> dict[str, Tensor]:
-    """The floating-point buffers that are in the state dict: others are caches and counters."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer.detach().to("cpu", copy=True)
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-        and name not in module._non_persistent_buffers_set
-        and buffer.is_floating_point()
-        and not buffer.is_meta
-    }
+def _probe(parameter: Tensor) -> Tensor:
+    return parameter.detach().flatten()[:: parameter.numel() // _PROBED + 1]
 
 
 def _change(before: Tensor | None, now: Tensor) -> Sketch | None:
-    """Sums of a buffer's change with random signs; None if it may differ between ranks anyway."""
+    """Sums of a change with random signs; None if it may differ between ranks anyway."""
     if before is None or before.shape != now.shape:
         return None  # a cache that the forward has made or enlarged
     change = now.double() - before.double()
