@@ -37,7 +37,8 @@ class Workload:
     loss_fn: Callable[[nn.Module, Any], Tensor]
     """`loss_fn(model, batch)` returns the loss of the batch, as for `train_step`."""
     example_batch: Any
-    """A pytree of tensors with samples along dim 0. Samples are repeated where more are needed."""
+    """A pytree of tensors with samples along dim 0, or what `CollateMicroBatches(collate)` makes of
+    samples. Samples are repeated where more are needed."""
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
     optimizer_arguments: Mapping[str, Any] = field(default_factory=dict)
     """As for `HeteroZeroOptimizer`, such as `lr`, `units`, `compute_dtype`, `weights`, `device`."""

@@ -53,7 +53,7 @@ class MicroBatches(pytree.SplitsItself):
         self._collated = {
             (start, stop): before[start, stop]
             if (start, stop) in before
-            else self.take(range(start, stop))
+            else self._collate_samples(start, stop)
             for start, stop in bounds
             if stop > start
         }
@@ -62,9 +62,14 @@ class MicroBatches(pytree.SplitsItself):
             pytree.map_tensors(lambda tensor: tensor, self._collated.get(each)) for each in bounds
         ]
 
-    def take(self, indices: Sequence[int]) -> Any:
-        """One batch of the samples at these positions."""
-        samples = (self._samples[at] for at in indices)  # which some collate functions change
+    def select(self, indices: Sequence[int]) -> MicroBatches:
+        """The samples at these positions, of which none are collated yet."""
+        selected = MicroBatches([self._samples[at] for at in indices], (), self._collate)
+        selected._changes = self._changes
+        return selected
+
+    def _collate_samples(self, start: int, stop: int) -> Any:
+        samples = self._samples[start:stop]  # which some collate functions change
         batch = self._collate([dict(s) if isinstance(s, dict) else s for s in samples])
         for change in self._changes:
             batch = pytree.map_tensors(change, batch)
@@ -76,8 +81,8 @@ class MicroBatches(pytree.SplitsItself):
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> MicroBatches:
         """The same micro-batches with `fn` applied to all tensors, also to those of later ones."""
-        mapped = MicroBatches(self._samples, (), self._collate)
-        mapped._changes = (*self._changes, fn)
+        mapped = self.select(range(len(self)))
+        mapped._changes += (fn,)
         mapped._collated = {
             bounds: pytree.map_tensors(fn, batch) for bounds, batch in self._collated.items()
         }
@@ -137,7 +142,14 @@ class CollateMicroBatches:
             optimizer.train_step(loss_fn, batch.to(device), weight=poplar.tokens())
 
     Each micro-batch is then padded to its own longest sample; otherwise all samples of the rank are
-    padded to the longest one of them. `loss_fn` and `weight` get what `collate` returns.
+    padded to the longest one of them. `loss_fn` and `weight` get what `collate` returns, also those
+    of `optimizer.evaluate`.
+
+    Without a plan, all samples are collated as one micro-batch, and others when they are needed.
+    So it makes the example of samples that are not rows of tensors, and batches to evaluate:
+
+        example = CollateMicroBatches(collate)([dataset[index] for index in range(8)])
+        plan = poplar.autotune(model, loss_fn, example.to(device), global_batch=64)
 
     After a change of the plan (`optimizer.apply_plan`), the micro-batches are collated by the
     training step instead.
@@ -145,12 +157,12 @@ class CollateMicroBatches:
     Args:
         collate: makes a batch of a list of samples, such as Hugging Face's
             `DataCollatorWithPadding`, or `DataCollatorWithFlattening`, which packs them.
-        plan: the plan of the sampler.
+        plan: the plan of the sampler; None: there is none.
         rank: None: this process's rank in `torch.distributed`.
     """
 
-    def __init__(self, collate: Collate, plan: Plan, rank: int | None = None) -> None:
-        self._plan, self._rank = plan, resolve_rank(plan, rank)
+    def __init__(self, collate: Collate, plan: Plan | None = None, rank: int | None = None) -> None:
+        self._plan, self._rank = plan, 0 if plan is None else resolve_rank(plan, rank)
         self._collate = _Shared(collate, uuid4().hex)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,7 +174,10 @@ class CollateMicroBatches:
         self.__dict__.update(state, _collate=_SHARED.get(key) or _Shared(collate, key))
 
     def __call__(self, samples: Sequence[Any]) -> MicroBatches:
+        return MicroBatches(samples, self._sizes(len(samples)), self._collate)
+
+    def _sizes(self, samples: int) -> tuple[int, ...]:
+        if self._plan is None:
+            return (samples,)
         planned = self._plan.samples(self._rank)  # 0: the only sample is a placeholder
-        follows = len(samples) <= planned
-        sizes = self._plan.micro_batch_sizes(self._rank, len(samples)) if follows else ()
-        return MicroBatches(samples, sizes, self._collate)
+        return self._plan.micro_batch_sizes(self._rank, samples) if samples <= planned else ()

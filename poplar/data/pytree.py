@@ -34,8 +34,12 @@ class SplitsItself(ABC):
         """Consecutive micro-batches; sizes sum to the samples."""
 
     @abstractmethod
+    def select(self, indices: Sequence[int]) -> SplitsItself:
+        """The samples at these positions."""
+
     def take(self, indices: Sequence[int]) -> Any:
         """One micro-batch of the samples at these positions."""
+        return self.select(indices).split([len(indices)])[0]
 
     @abstractmethod
     def parts(self) -> Sequence[Any]:
@@ -86,7 +90,8 @@ def samples_in(batch: Any) -> int:
 _COLLATE = (
     "If samples are not rows of tensors (images of other sizes, graphs, nested, sparse or packed "
     "tensors), let DataLoader(..., collate_fn=poplar.data.CollateMicroBatches(collate, plan)) make "
-    "each micro-batch of its samples"
+    "each micro-batch of its samples. An example batch, for which there is no plan yet, is "
+    "CollateMicroBatches(collate)(samples)"
 )
 
 
@@ -131,6 +136,13 @@ def take(batch: PyTree, indices: Sequence[int]) -> PyTree:
     if isinstance(batch, SplitsItself):
         return cast(PyTree, batch.take(indices))
     return cast(PyTree, _rows(batch, samples_in(batch), list(indices)))
+
+
+def select(batch: PyTree, indices: Sequence[int]) -> PyTree:
+    """As `take`, but a batch that splits itself stays one, which is split later."""
+    if isinstance(batch, SplitsItself):
+        return cast(PyTree, batch.select(indices))
+    return take(batch, indices)
 
 
 def tensors(tree: Any) -> list[Tensor]:

@@ -254,8 +254,8 @@ class _StepBatch(pytree.SplitsItself):
     def split(self, sizes: Sequence[int]) -> list[Any]:
         return [self._passes.batch(size) if size else None for size in sizes]
 
-    def take(self, indices: Sequence[int]) -> Any:
-        return self._passes.batch(len(indices))
+    def select(self, indices: Sequence[int]) -> _StepBatch:
+        return _StepBatch(self._passes, len(indices))
 
     def parts(self) -> list[Any]:
         return []

@@ -42,7 +42,8 @@ def profile_cluster(
             parameters are sharded.
         loss_fn: as for `train_step`: `loss_fn(model, micro_batch)` -> mean loss.
         example_batch: a batch as in training; its samples are repeated for larger batches, so a
-            few are enough. Use typical sequence lengths: they determine the time of a pass.
+            few are enough. Use typical sequence lengths: they determine the time of a pass. For
+            samples that are not rows of tensors, what `CollateMicroBatches(collate)` makes of them.
         options: those below; all others are options of the optimizer, as training will use them.
 
     Keyword Args:

@@ -142,6 +142,24 @@ def test_an_unpickled_batch_without_its_collator_has_the_planned_micro_batches()
         pytree.split(batch, (4, 1))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_a_plan_all_samples_are_one_micro_batch_until_they_are_split(workers):
+    collate = CollateMicroBatches(padded)
+    (batch,) = DataLoader(SAMPLES, batch_size=8, collate_fn=collate, num_workers=workers)
+    assert [list(tensor.shape) for tensor in pytree.tensors(batch)] == [[8, 9]]
+    assert [list(part["ids"].shape) for part in pytree.split(batch, (3, 5))] == [[3, 9], [5, 8]]
+
+
+def test_selected_samples_are_collated_when_they_are_split():
+    batch = CollateMicroBatches(padded)(SAMPLES).to("meta")
+    selected = pytree.select(batch, [1, 1, 0])
+    assert pytree.samples_in(selected) == 3
+    assert pytree.tensors(selected) == []
+    parts = pytree.split(selected, (2, 1))
+    assert [list(part["ids"].shape) for part in parts] == [[2, 2], [1, 9]]
+    assert {tensor.device.type for tensor in pytree.tensors(parts)} == {"meta"}
+
+
 def test_a_placeholder_is_not_collated():
     plan = Plan.manual("0,8", stage=0)
     batch = CollateMicroBatches(padded, plan, rank=0)(SAMPLES[:1])

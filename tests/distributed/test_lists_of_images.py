@@ -1,0 +1,132 @@
+"""Images of any sizes are profiled and trained: samples that are not rows of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks as harness
+import torch
+from ranks import Pool
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import poplar
+from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
+from poplar.data import CollateMicroBatches
+
+GLOBAL_BATCH = 12
+PLANS = {
+    0: Plan(
+        stage=0,
+        global_batch=GLOBAL_BATCH,
+        micro_batches=((1, 2), (3, 3, 1), (), (2,)),
+        shares=(0.25,) * 4,
+    ),
+    3: Plan.manual("2,3,0,1", stage=3, passes=2, shares=(0.5, 0.2, 0.2, 0.1)),
+}
+Sample = tuple[Tensor, dict[str, Tensor]]
+Batch = tuple[tuple[Tensor, ...], tuple[dict[str, Tensor], ...]]
+
+
+class Detector(nn.Module):
+    """The errors of the boxes of each image, from a list of images of any sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features, self.box = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 4)
+
+    def forward(
+        self, images: tuple[Tensor, ...], targets: tuple[dict[str, Tensor], ...]
+    ) -> list[Tensor]:
+        found = [self.box(self.features(image).relu().mean((1, 2))) for image in images]
+        return [
+            (own - target["boxes"]).square().mean(1)
+            for own, target in zip(found, targets, strict=True)
+        ]
+
+
+def mean_over_images(model: nn.Module, batch: Batch) -> Tensor:
+    return torch.stack([errors.mean() for errors in model(*batch)]).mean()
+
+
+def dataset() -> list[Sample]:
+    generator = torch.Generator().manual_seed(1)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    return [
+        (
+            torch.rand(3, number(4, 12), number(4, 12), generator=generator),
+            {"boxes": torch.rand(number(1, 6), 4, generator=generator)},
+        )
+        for _ in range(2 * GLOBAL_BATCH)
+    ]
+
+
+def collate(samples: list[Sample]) -> Batch:
+    """As detection models take them."""
+    images, targets = zip(*samples, strict=True)
+    return images, targets
+
+
+def planned_loader(plan: Plan) -> DataLoader[Any]:
+    data: Any = dataset()
+    sampler = HeteroBatchSampler(len(data), plan)
+    return DataLoader(data, batch_sampler=sampler, collate_fn=CollateMicroBatches(collate, plan))
+
+
+def tune_and_train() -> tuple[Plan, str, list[float]]:
+    """The plan, the shapes that identify its profile, and the losses of steps."""
+    example = CollateMicroBatches(collate)(dataset()[:4])
+    tuned = poplar.tune(
+        Detector(),
+        mean_over_images,
+        example,
+        global_batch=GLOBAL_BATCH,
+        stage=2,
+        max_batch=4,
+        seconds=0.5,
+        cache=False,
+        progress=False,
+        lr=0.1,
+    )
+    optimizer = HeteroZeroOptimizer(Detector(), torch.optim.SGD, plan=tuned.plan, lr=0.1)
+    loader = planned_loader(tuned.plan)
+    losses = [float(optimizer.train_step(mean_over_images, batch).loss) for batch in loader]
+    return tuned.plan, tuned.profile.identity["example"], losses
+
+
+def train_in_one_process() -> tuple[list[float], nn.Module]:
+    model, losses = Detector(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data: list[Any] = dataset()
+    for indices in HeteroBatchSampler(len(data), Plan.manual("12", stage=0), rank=0):
+        loss = mean_over_images(model, collate([data[index] for index in indices]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, model
+
+
+def test_example_without_a_plan_gives_a_plan_to_train_with(ranks: Pool):
+    losses, _ = train_in_one_process()
+    for plan, shapes, found in ranks.run(tune_and_train):
+        assert plan.global_batch == GLOBAL_BATCH
+        assert f"{list(dataset()[0][0].shape[1:])}:torch.float32" in shapes
+        torch.testing.assert_close(found, losses, rtol=1e-4, atol=1e-5)
+
+
+def tune_with_a_list() -> str:
+    with pytest.raises(ValueError, match="CollateMicroBatches") as raised:
+        poplar.autotune(Detector(), mean_over_images, collate(dataset()[:4]), global_batch=12)
+    return str(raised.value)
+
+
+def test_a_list_of_images_is_no_example_and_the_error_names_one(ranks: Pool):
+    for message in ranks.run(tune_with_a_list):
+        assert "An example batch, for which there is no plan yet, is " in message
+        assert "CollateMicroBatches(collate)(samples)" in message
