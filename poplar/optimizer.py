@@ -546,7 +546,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Args:
             loss_fn: as for `train_step`; it returns a mean.
             loader: this rank's batches. Those of a `HeteroBatchSampler` are dropped on a rank that
-                has no samples in its plan.
+                has no samples in its plan. Those of `CollateMicroBatches` are split as in
+                training.
             weight: as for `train_step`.
 
         Raises:
@@ -555,7 +556,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """
         training = self._training
         training.step.nonfinite.raise_if_found()
-        mean = Evaluation(training.engine, training.calls.of_user(loss_fn), weight).run(loader)
+        loss_fn = training.calls.of_user(loss_fn)
+        mean = Evaluation(training.engine, loss_fn, weight, training.splitter).run(loader)
         self._changes.schedule.end_evaluation()
         return mean
 

@@ -199,6 +199,12 @@ class BatchSplitter:
         most = self.largest_batches.get(rank, samples)
         return fewest_passes(samples, most) or (0,)
 
+    def evaluated_sizes(self, rank: int, samples: int) -> tuple[int, ...]:
+        """Sizes of passes that evaluate a batch, which may have more samples than planned."""
+        if self.plan is None or samples <= self.plan.samples(rank):
+            return tuple(filter(None, self._sizes(rank, samples)))
+        return fewest_passes(samples, max(self.plan.micro_batches[rank], default=0) or samples)
+
     def _check_sizes(self, step_sizes: StepSizes, names: Sequence[int]) -> None:
         """Check what the ranks, which messages name so, have said: all of them raise the same."""
         try:

@@ -1,4 +1,4 @@
-"""Images of any sizes are profiled and trained: samples that are not rows of tensors."""
+"""Images of any sizes are profiled, trained and evaluated: samples that are not rows of tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import poplar
 from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
 from poplar.data import CollateMicroBatches
+from poplar.zero.micro_batches import Weight
 
 GLOBAL_BATCH = 12
 PLANS = {
@@ -51,6 +52,14 @@ def mean_over_images(model: nn.Module, batch: Batch) -> Tensor:
     return torch.stack([errors.mean() for errors in model(*batch)]).mean()
 
 
+def mean_over_boxes(model: nn.Module, batch: Batch) -> Tensor:
+    return torch.cat(model(*batch)).mean()
+
+
+def boxes(batch: Batch) -> int:
+    return sum(len(target["boxes"]) for target in batch[1])
+
+
 def dataset() -> list[Sample]:
     generator = torch.Generator().manual_seed(1)
 
@@ -76,6 +85,68 @@ def planned_loader(plan: Plan) -> DataLoader[Any]:
     data: Any = dataset()
     sampler = HeteroBatchSampler(len(data), plan)
     return DataLoader(data, batch_sampler=sampler, collate_fn=CollateMicroBatches(collate, plan))
+
+
+def own_loader(plan: Plan) -> DataLoader[Any]:
+    """A part of the dataset for each rank, in batches of other sizes than the plan's."""
+    data: Any = dataset()[harness.rank() :: plan.world_size]
+    return DataLoader(data, batch_size=5, collate_fn=CollateMicroBatches(collate))
+
+
+def evaluate(plan: Plan, loader: Any, loss: Any, weight: Weight | None) -> tuple[float, list[int]]:
+    """The mean over the dataset, and the samples of each pass."""
+    optimizer = HeteroZeroOptimizer(Detector(), torch.optim.SGD, plan=plan, lr=0.1)
+    passes = []
+
+    def counted(model: nn.Module, batch: Batch) -> Tensor:
+        passes.append(len(batch[0]))
+        return loss(model, batch)
+
+    return optimizer.evaluate(counted, loader(plan), weight), passes
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [(mean_over_images, None), (mean_over_boxes, boxes)],
+    ids=["images", "boxes"],
+)
+@pytest.mark.parametrize("stage", PLANS)
+def test_evaluation_runs_the_micro_batches_of_the_plan(ranks: Pool, stage, loss, weight):
+    plan, expected = PLANS[stage], float(loss(Detector(), collate(dataset())).detach())
+    for rank, found in enumerate(ranks.run(evaluate, plan, planned_loader, loss, weight)):
+        assert found[0] == pytest.approx(expected, rel=1e-5)
+        assert found[1] == [size for size in plan.micro_batches[rank] if size] * 2
+
+
+@pytest.mark.parametrize("stage", PLANS)
+def test_evaluation_splits_batches_that_are_larger_than_planned(ranks: Pool, stage):
+    """A rank without samples in the plan evaluates each batch whole."""
+    plan = PLANS[stage]
+    expected = float(mean_over_images(Detector(), collate(dataset())).detach())
+    by_rank = ranks.run(evaluate, plan, own_loader, mean_over_images, None)
+    for rank, (found, passes) in enumerate(by_rank):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert sum(passes) == 6
+        assert max(passes) <= (max(plan.micro_batches[rank], default=0) or 5)
+
+
+def evaluate_without_a_plan() -> tuple[float, list[int]]:
+    optimizer = HeteroZeroOptimizer(Detector(), torch.optim.SGD, stage=1, lr=0.1)
+    passes = []
+
+    def counted(model: nn.Module, batch: Batch) -> Tensor:
+        passes.append(len(batch[0]))
+        return mean_over_images(model, batch)
+
+    loader = own_loader(PLANS[0])
+    return optimizer.evaluate(counted, loader), passes
+
+
+def test_evaluation_without_a_plan_runs_batches_whole(ranks: Pool):
+    expected = float(mean_over_images(Detector(), collate(dataset())).detach())
+    for found, passes in ranks.run(evaluate_without_a_plan):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert passes == [5, 1]
 
 
 def tune_and_train() -> tuple[Plan, str, list[float]]:

@@ -22,6 +22,7 @@ from poplar.data.drawn_batches import drawn_by
 from poplar.values.errors import CollectiveTimeout, agreed
 from poplar.zero.agreement import caught, leader_of, raise_on_any_error
 from poplar.zero.engine import Engine
+from poplar.zero.micro_batches import BatchSplitter, Weight
 from poplar.zero.passes.collective_pass import Mode
 from poplar.zero.preserved_state import set_evaluation_mode
 
@@ -36,12 +37,14 @@ class Evaluation:
         self,
         engine: Engine,
         loss_fn: Callable[[nn.Module, Any], Tensor],
-        weight: Callable[[Any], Any] | None,
+        weight: Weight | None,
+        splitter: BatchSplitter,
     ) -> None:
         self._engine = engine
         self._control: Control = engine.control
         self._loss_fn = loss_fn
         self._weight = weight
+        self._splitter = splitter
         self._total = self._count = torch.zeros((), dtype=torch.float64, device="cpu")
         self._is_wrong = torch.zeros((), dtype=torch.bool, device="cpu")
         """Whether a weight was negative or not finite."""
@@ -94,7 +97,7 @@ class Evaluation:
             if sharded:
                 self._engine.begin_pass(weight=0.0, leader=leader, last=True, mode=Mode.EVALUATE)
             if batch is not None:
-                self._evaluate(batch[0])
+                self._evaluate(*batch)
             if sharded:
                 failed = self._error is not None
                 self._do(partial(self._engine.end_pass, failed=failed))
@@ -104,31 +107,41 @@ class Evaluation:
         error = caught(work)
         self._error = self._error or error
 
-    def _started(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate over a loader; starting it may also fail."""
+    def _started(self, loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """What is evaluated in one pass, and its weight; starting the loader may also fail."""
         drawn = drawn_by(loader)
         if drawn is None or drawn.has_samples:
-            yield from loader
+            for batch in loader:
+                yield from self._passes(batch)
         else:
             for _ in drawn:  # so that the next iteration is the next epoch here, too
                 pass
 
-    def _next(self, batches: Iterator[Any]) -> tuple[Any] | None:
-        """The next batch in a tuple; None at the end and after an error."""
+    def _passes(self, batch: Any) -> Iterator[tuple[Any, Any]]:
+        """A batch, or the micro-batches of one that splits itself, as in training."""
+        count = self._weight
+        if not isinstance(batch, pytree.SplitsItself):
+            yield batch, pytree.samples_in(batch) if count is None else count(batch)
+            return
+        sizes = self._splitter.evaluated_sizes(self._control.group.rank, len(batch))
+        for part, size in zip(pytree.split(batch, sizes), sizes, strict=True):
+            yield part, size if count is None else count(part)
+
+    def _next(self, batches: Iterator[tuple[Any, Any]]) -> tuple[Any, Any] | None:
+        """The next batch with its weight; None at the end and after an error."""
         if self._error is not None:
             return None
         try:
-            return (next(batches),)
+            return next(batches)
         except StopIteration:
             return None
         except Exception as error:
             self._error = error
             return None
 
-    def _evaluate(self, batch: Any) -> None:
+    def _evaluate(self, batch: Any, weight: Any) -> None:
         try:
-            weight = pytree.samples_in if self._weight is None else self._weight
-            counts = _scalar(weight(batch))
+            counts = _scalar(weight)
             loss = _scalar(self._loss_fn(self._engine.model, batch))
             counts = counts.to(loss.device, non_blocking=True)  # a number of samples is on the host
             # A mean of nothing is NaN, and counts nothing.
