@@ -86,7 +86,7 @@ class Workload:
     def batch_of(self, samples: int) -> Any:
         """A batch of exactly `samples` samples: those of the example, repeated as needed."""
         available = pytree.samples_in(self.example_batch)
-        return pytree.take(self.example_batch, [index % available for index in range(samples)])
+        return pytree.select(self.example_batch, [index % available for index in range(samples)])
 
 
 def load(address: str) -> Workload:

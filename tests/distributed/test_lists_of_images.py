@@ -1,4 +1,4 @@
-"""Images of any sizes are profiled, trained and evaluated: samples that are not rows of tensors."""
+"""Images of any sizes are profiled, trained, evaluated and verified: samples that are not rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader
 
 import poplar
 from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
+from poplar.cli.workload import Workload
 from poplar.data import CollateMicroBatches
+from poplar.tuning.verification import Verification
 from poplar.zero.micro_batches import Weight
 
 GLOBAL_BATCH = 12
@@ -201,3 +203,27 @@ def test_a_list_of_images_is_no_example_and_the_error_names_one(ranks: Pool):
     for message in ranks.run(tune_with_a_list):
         assert "An example batch, for which there is no plan yet, is " in message
         assert "CollateMicroBatches(collate)(samples)" in message
+
+
+def verify(plan: Plan, other_on: int | None = None) -> Verification:
+    data = dataset()[::-1] if harness.rank() == other_on else dataset()
+    work = Workload(Detector(), mean_over_images, CollateMicroBatches(collate)(data[:7]))
+    return poplar.verify(work.model, work.loss_fn, work.batch_of(GLOBAL_BATCH), plan)
+
+
+@pytest.mark.parametrize("stage", PLANS)
+def test_plan_is_verified_with_repeated_samples_of_an_example(ranks: Pool, stage):
+    for outcome in ranks.run(verify, PLANS[stage]):
+        assert outcome.ok, str(outcome)
+        assert outcome.notes == ()
+
+
+def verify_another_batch(plan: Plan) -> str:
+    with pytest.raises(ValueError, match="another batch") as raised:
+        verify(plan, other_on=1)
+    return str(raised.value)
+
+
+def test_verification_of_other_samples_on_a_rank_raises(ranks: Pool):
+    for message in ranks.run(verify_another_batch, PLANS[0]):
+        assert "rank(s) [1] passed another batch than rank 0" in message

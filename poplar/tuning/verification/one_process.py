@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,6 +21,13 @@ from poplar.values.formatting import format_names
 from poplar.zero.checks.loss_mean import wrong_weight
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 from poplar.zero.micro_batches import Loss, Weight
+
+
+class Part(NamedTuple):
+    """A micro-batch."""
+
+    batch: Any
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -80,41 +87,41 @@ class OneProcess:
         for part in parts:
             factor = self._factor(part, total)
             if factor:  # the mean over an empty set is NaN
-                value = self.run(part)
+                value = self.run(part.batch)
                 (value * (factor * self.scale)).backward()
                 loss += float(value.detach().double()) * factor
                 self._take_gradients(gradients)
             self.heartbeat()
         return Gradient(loss, gradients, micro_batch)
 
-    def loss_of(self, parts: Sequence[Any]) -> float:
+    def loss_of(self, parts: Sequence[Part]) -> float:
         """The loss of a batch that was split into these parts; forward only."""
         total, loss = sum(map(self.count, parts)), 0.0
         for part in parts:
             factor = self._factor(part, total)
             if factor:
-                loss += float(self.run(part).detach().double()) * factor
+                loss += float(self.run(part.batch).detach().double()) * factor
             self.heartbeat()
         return loss
 
-    def run(self, part: Any) -> Tensor:
+    def run(self, batch: Any) -> Tensor:
         """The loss of a micro-batch.
 
         Raises:
             TypeError: it is not a scalar.
         """
-        return check_scalar(self.loss_fn(self.model, part))
+        return check_scalar(self.loss_fn(self.model, batch))
 
     def part_of_sum(self, value: Tensor, counted: float) -> float:
         """What a micro-batch adds to the sum of losses, before the division by the total weight."""
         factor = counted if self.loss == "mean" else 1.0
         return float(value.detach().double()) * factor if factor else 0.0
 
-    def count(self, part: Any) -> float:
+    def count(self, part: Part) -> float:
         """The weight of a micro-batch: its samples, or what `weight` returns."""
-        return float(pytree.samples_in(part) if self.weight is None else self.weight(part))
+        return float(part.samples if self.weight is None else self.weight(part.batch))
 
-    def _factor(self, part: Any, total: float) -> float:
+    def _factor(self, part: Part, total: float) -> float:
         """Factor for the loss of a part, by the definition of the gradient."""
         if self.loss == "global_mean":
             return 1.0
@@ -130,11 +137,12 @@ class OneProcess:
             gradients[name] = exact if name not in gradients else gradients[name] + exact
 
 
-def split_into(batch: Any, micro_batch: int) -> list[Any]:
+def split_into(batch: Any, micro_batch: int) -> list[Part]:
     """Consecutive parts of at most `micro_batch` samples."""
     samples = pytree.samples_in(batch)
     full, remainder = divmod(samples, micro_batch)
-    return pytree.split(batch, [micro_batch] * full + [remainder] * bool(remainder))
+    sizes = [micro_batch] * full + [remainder] * bool(remainder)
+    return list(map(Part, pytree.split(batch, sizes), sizes))
 
 
 def find_batch_dependence(process: OneProcess, sample: Any, tolerance: Tolerance) -> list[str]:
@@ -142,7 +150,7 @@ def find_batch_dependence(process: OneProcess, sample: Any, tolerance: Tolerance
 
     Args:
         process: the model, in training or evaluation mode as the user trains it.
-        sample: some samples that fit into memory; their loss is computed several times.
+        sample: a batch that fits into memory; its loss is computed several times.
         tolerance: the error that rounding explains.
 
     Returns:
@@ -154,15 +162,15 @@ def find_batch_dependence(process: OneProcess, sample: Any, tolerance: Tolerance
     if weight_is_unstated:
         suggestion = wrong_weight(process.loss_fn, process.model, sample)
         notes += [suggestion] if suggestion else []
-    first, second = process.loss_of([sample]), process.loss_of([sample])
+    samples = pytree.samples_in(sample)
+    first, second = (process.loss_of(split_into(sample, samples)) for _ in range(2))
     if not relative_error(second, first) <= tolerance.relative:
         return [
             *notes,
-            f"two passes on the same {pytree.samples_in(sample)} samples have losses {first:.7g} "
+            f"two passes on the same {samples} samples have losses {first:.7g} "
             f"and {second:.7g}: the loss is random (dropout, sampling) or changes state. Verify "
             "with model.eval(), or derive the random seed from the sample",
         ]
-    samples = pytree.samples_in(sample)
     if samples > 1 and suggestion is None:
         halves = split_into(sample, (samples + 1) // 2)
         split_loss = process.loss_of(halves)

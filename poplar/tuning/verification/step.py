@@ -23,8 +23,8 @@ from poplar.optimizer import HeteroZeroOptimizer
 from poplar.tuning.verification.one_process import (
     Gradient,
     OneProcess,
+    Part,
     find_batch_dependence,
-    split_into,
 )
 from poplar.tuning.verification.outcome import Tolerance, Verification, compare, noise
 from poplar.values.communication import EXACT, Communication
@@ -193,13 +193,13 @@ class _Comparison:
 
     def _passes(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
         rank, process = self.control.group.rank, self.process
-        sizes = [self.plan.samples(other) for other in range(self.plan.world_size)]
-        part = pytree.split(batch, sizes)[rank] if sizes[rank] else None
+        first, sizes = self.plan.offset(rank), list(filter(None, self.plan.micro_batches[rank]))
+        part = pytree.select(batch, range(first, first + sum(sizes))) if sizes else None
         loss, count = 0.0, 0.0
         with optimizer.micro_batches(part, process.weight, process.loss) as micro_batches:
-            for micro_batch in micro_batches:
+            for micro_batch in map(Part, micro_batches, sizes):
                 try:
-                    value = process.run(micro_batch)
+                    value = process.run(micro_batch.batch)
                     (value * process.scale).backward()
                     counted = process.count(micro_batch)
                 except CollectiveTimeout:
@@ -253,7 +253,8 @@ class _Comparison:
         device = next(model.parameters()).device
         with model_preserved(model, device):
             alone = process.gradient(batch, micro_batch)
-        sample = split_into(batch, alone.micro_batch)[0]
+        few = min(alone.micro_batch, pytree.samples_in(batch))
+        sample = pytree.select(batch, range(few))
         with model_preserved(model, device):
             notes = find_batch_dependence(process, sample, self.tolerance)
         expected = {name: value.cpu() for name, value in alone.gradients.items()}
@@ -308,9 +309,9 @@ def _check_arguments(
 
 
 def _digest(batch: Any) -> str:
-    """A hash of all tensors in a batch."""
+    """A hash of all tensors in a batch, as one micro-batch."""
     digest = hashlib.sha256()
-    for tensor in pytree.tensors(batch):
+    for tensor in pytree.tensors(pytree.split(batch, [pytree.samples_in(batch)])):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         plain = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(to_bytes(plain))
