@@ -95,6 +95,14 @@ _COLLATE = (
 )
 
 
+def rows_are_samples(batch: Any, samples: int) -> bool:
+    """Whether what a collate function has made of so many samples has a row for each of them."""
+    try:
+        return samples_in(batch) == samples
+    except ValueError:  # such as rows of patches, of several images a sample
+        return False
+
+
 def split(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
     """Split a batch into consecutive micro-batches.
 

@@ -193,6 +193,34 @@ def test_example_without_a_plan_gives_a_plan_to_train_with(ranks: Pool):
         torch.testing.assert_close(found, losses, rtol=1e-4, atol=1e-5)
 
 
+def distribute() -> tuple[str, list[float], float]:
+    """Why the training has no programme, and the losses of its steps and of an evaluation."""
+    training = poplar.distribute(
+        Detector(),
+        mean_over_images,
+        CollateMicroBatches(collate)(dataset()[:4]),
+        global_batch=GLOBAL_BATCH,
+        optimizer_class=torch.optim.SGD,
+        max_batch=4,
+        seconds=0.5,
+        cache=False,
+        progress=False,
+        lr=0.1,
+    )
+    loader = planned_loader(training.plan)
+    losses = [float(training.train_step(batch).loss) for batch in loader]
+    return training.reason, losses, training.evaluate(loader)
+
+
+def test_distribute_trains_by_a_plan(ranks: Pool):
+    losses, model = train_in_one_process()
+    evaluated = float(mean_over_images(model, collate(dataset())).detach())
+    for reason, found, mean in ranks.run(distribute):
+        assert "not rows of its tensors" in reason
+        torch.testing.assert_close(found, losses, rtol=1e-4, atol=1e-5)
+        assert mean == pytest.approx(evaluated, rel=1e-4)
+
+
 def tune_with_a_list() -> str:
     with pytest.raises(ValueError, match="CollateMicroBatches") as raised:
         poplar.autotune(Detector(), mean_over_images, collate(dataset()[:4]), global_batch=12)

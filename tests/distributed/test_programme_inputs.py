@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 import poplar
 from poplar.comm import Group, connect, connect_control
+from poplar.data import CollateMicroBatches
+from poplar.data.micro_batch_collation import MicroBatches
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.checked_export import CheckedExport
@@ -61,6 +63,16 @@ def programme() -> Programme:
     return programme_of(graph, (2, 1), {**batch_placements(graph), **placed}, nearest)
 
 
+def collated(batch: dict[str, Any]) -> MicroBatches:
+    """The same batch, as a loader with `CollateMicroBatches` has it."""
+
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        x, y = map(torch.stack, zip(*samples, strict=True))
+        return {**batch, "x": x, "y": y}
+
+    return CollateMicroBatches(collate)(list(zip(batch["x"], batch["y"], strict=True)))
+
+
 def change(model: Any, step: int) -> None:
     """Before a step."""
     if step == 2:
@@ -94,9 +106,10 @@ def train(given: Programme) -> tuple[list[float], list[Tensor], list[str]]:
     losses = []
     for step in range(4):
         change(model, step)
-        losses.append(float(training.train_step(own(step)).loss))
+        batch: Any = collated(own(step)) if step == 1 else own(step)
+        losses.append(float(training.train_step(batch).loss))
     model.down.eval()
-    losses.append(training.evaluate(own(step) for step in range(2)))
+    losses.append(training.evaluate([own(0), collated(own(1))]))
     assert [module.training for module in model.modules()] == [True, True, False]
     model.down.train()
     with harness.catching() as caught:

@@ -343,7 +343,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         batch = MicroBatches(features[:EXAMPLE_SAMPLES], (), self.collate_train)
         if self._lengths is not None:
             inputs = batch.take(range(len(batch)))
-            if padded_length(inputs) and _rows_are_samples(inputs, len(batch)):
+            if padded_length(inputs) and pytree.rows_are_samples(inputs, len(batch)):
                 return self._prepare_inputs(inputs), self._lengths, "of given lengths"
         return batch, None, f"of {_length(features[0])} tokens"
 
@@ -678,13 +678,6 @@ def _length(features: Any) -> int:
     # 0-d tensors and arrays have `__len__`, which raises.
     counted = (v for v in values if hasattr(v, "__len__") and getattr(v, "ndim", 1) > 0)
     return max(map(len, counted), default=0)
-
-
-def _rows_are_samples(inputs: Any, samples: int) -> bool:
-    try:
-        return pytree.samples_in(inputs) == samples
-    except ValueError:  # such as rows of patches, of several images a sample
-        return False
 
 
 def _adapter_values(engine: Engine) -> dict[str, Any]:

@@ -160,7 +160,13 @@ class CheckedExport:
             ) from error
 
     def _export(self, samples: Sequence[int]) -> ExportedLoss:
-        return export_loss(self.model, self._loss_fn, self._samples(samples))
+        batch = self._samples(samples)
+        if not pytree.rows_are_samples(batch, len(samples)):
+            raise NotExportable(
+                "the samples of a collated batch are not rows of its tensors, and a programme "
+                "divides them along dim 0"
+            )
+        return export_loss(self.model, self._loss_fn, batch)
 
     def _samples(self, indices: Sequence[int]) -> Any:
         known = pytree.samples_in(self._example)

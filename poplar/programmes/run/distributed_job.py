@@ -44,7 +44,7 @@ class DistributedJob(TuningJob):
         rank, known = self.group.rank, pytree.samples_in(self.example)
         start, samples = plan.offset(rank), plan.samples(rank)
         indices = [index % known for index in range(start, start + samples)]
-        return pytree.take(self.example, indices or [0])
+        return pytree.select(self.example, indices or [0])
 
     def exported(
         self, *, must: bool, cast_to: torch.dtype | None = None

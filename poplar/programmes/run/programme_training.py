@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from poplar.checkpoint.saved_model import save_model
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.comm import Communicator
+from poplar.data import pytree
 from poplar.programmes.graph.graph import BUFFER, Graph
 from poplar.programmes.graph.placement import Sharded, part_sizes
 from poplar.programmes.graph.programme import Programme
@@ -141,6 +142,8 @@ class ProgrammeTraining(DistributedTraining):
             ValueError: the batch is not like the example batch.
         """
         exported = self._checked.exported
+        if isinstance(batch, pytree.SplitsItself):
+            (batch,) = batch.split([len(batch)])
         tensors = self._tensors(exported.graph, exported.tensors(batch, self._device))
         if self._compares and self.plan.samples(self._rank):
             self._compare(batch)
