@@ -6,7 +6,9 @@ looks at a pass that runs anyway, and must find the same.
 
 from __future__ import annotations
 
+import copy
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -450,6 +452,80 @@ def test_a_loss_may_write_to_what_the_model_returns(samples):
     assert warning_of_a_pass(shifts_targets, model, batches) is None
     for parameter, gradient in zip(model.parameters(), alone, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Critic(nn.Module):
+    """Another model in a loss, whose forwards write statistics, vectors and new buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.spectral_norm(nn.Linear(4, 4))
+        self.second = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.BatchNorm1d(4).eval()  # its backward needs the statistics
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("last", None)
+
+    def forward(self, scores: Tensor) -> Tensor:
+        self.mean, self.last = self.mean.lerp(scores.detach().mean(0), 0.1), scores.detach()[0]
+        return F.softplus(self.frozen(self.norm(self.second(self.first(scores)))))
+
+
+class WithOwnCenter(Head):
+    """A model that computes its own loss, and writes a moving average for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, values: Tensor) -> Tensor:
+        scores = super().forward(values)
+        self.center.lerp_(scores.detach().mean(0), 0.1)
+        return (scores - self.center).square().mean()
+
+
+def buffers_of(*models: nn.Module) -> dict[str, Tensor]:
+    """Copies of all buffers."""
+    named = nn.ModuleList(models).named_buffers()
+    return {name: buffer.clone() for name, buffer in named}
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_a_step_writes_to_buffers_once(own_loss):
+    torch.manual_seed(0)
+    model, critic = WithOwnCenter() if own_loss else Head(), Critic()
+    others = copy.deepcopy((model, critic))
+
+    def loss_fn(critic: nn.Module, model: nn.Module, batch: Batch) -> Tensor:
+        output = model(batch["x"])
+        return output if own_loss else critic(output).sum()
+
+    torch.manual_seed(1)
+    loss_fn(others[1], others[0], batch_of(0)).backward()
+    torch.manual_seed(1)
+    found = warning_of_a_pass(partial(loss_fn, critic), model, [batch_of(0)])
+    assert own_loss or found is not None  # so the critic was called again
+    written, expected = buffers_of(model, critic), buffers_of(*others)
+    assert written.keys() == expected.keys()
+    for name, buffer in written.items():
+        assert torch.equal(buffer, expected[name]), name
+    for one, other in zip(model.parameters(), others[0].parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize("compiled", choose(quick=[False], full=[False, True]))
+def test_other_models_in_a_loss_stay_as_they_are(compiled):
+    critic = Critic()
+    called = torch.compile(critic, backend="eager") if compiled else critic
+    before = buffers_of(critic)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = wrong_weight(lambda m, batch: called(m(batch["x"])).sum(), Head(), batch_of(0))
+    assert found is not None
+    after = buffers_of(critic)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_micro_batches_of_one_sample_are_compared_together():

@@ -27,7 +27,13 @@ from torch import Tensor, nn
 
 from poplar.data import pytree
 from poplar.data.token_weights import IGNORE_INDEX, is_integer, tokens
-from poplar.zero.checks.recorded_loss import Call, OtherCallsError, RecordedLoss, is_loss
+from poplar.zero.checks.recorded_loss import (
+    Call,
+    OtherCallsError,
+    RecordedLoss,
+    WrittenBuffers,
+    is_loss,
+)
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.preserved_state import (
     model_preserved,
@@ -71,7 +77,8 @@ def wrong_weight(
         if samples < 2 or _is_compiled(model):
             return None
         recorded = RecordedLoss(model, loss_fn, pytree.take(batch, range(samples)))
-        with model_preserved(model, next(model.parameters()).device), torch.no_grad():
+        preserved = model_preserved(model, next(model.parameters()).device)
+        with WrittenBuffers().discarded(), preserved, torch.no_grad():
             set_evaluation_mode(model)
             with recorded.recording():
                 whole = recorded.loss(recorded.batch).item()

@@ -2,7 +2,8 @@
 
 A replayed loss needs no forward, no parameters and no other rank, so it can be computed for parts
 of a micro-batch at every stage, also while parameters are sharded. A module that returns a scalar
-computes a loss itself: its own code runs again, on what its submodules have returned.
+computes a loss itself: its own code runs again, on what its submodules have returned. So does that
+of other models in the loss function (a discriminator). What it writes to buffers is discarded.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from poplar.data import pytree
 from poplar.zero.engine_hooks import forwards_refused
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
+from poplar.zero.opaque_parameter import is_opaque_buffer
 from poplar.zero.passes.collective_pass import in_backward
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -139,7 +142,7 @@ class RecordedLoss:
             whole: the replay of samples from 0 on, of which these are a part.
         """
         replay = _Replay(self, start, start + pytree.samples_in(batch), whole)
-        with warnings.catch_warnings(), _replay_by(self.model, replay.call):
+        with warnings.catch_warnings(), _replay_by(self.model, replay):
             warnings.simplefilter("ignore")  # warnings of few samples
             value = self.loss(batch)
             replay.check_complete()
@@ -187,12 +190,15 @@ class _Replay:
         self._inputs: list[list[Tensor]] = []
         """Of each call that does not compute a loss."""
         self.leaves: list[Tensor] = []
+        self.buffers = WrittenBuffers()
+        """Of the modules whose code runs."""
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = next(self._expected, None)
         if call is None or call.module is not module:
             raise OtherCallsError("other modules are called")
         if call.computes_loss:
+            self.buffers.copy(module)
             return module.forward(*args, **kwargs)
         self._inputs.append([t.detach() for t in pytree.tensors((args, kwargs)) if t.dim()])
         return pytree.map_tensors(self._rows, call.output)
@@ -254,6 +260,46 @@ class _Replay:
         return (1.0 - 0.1 * random).to(leaf.device)
 
 
+class WrittenBuffers:
+    """Buffers that forwards write in training mode: statistics, vectors of `spectral_norm`.
+
+    In forwards that one rank runs alone, modules write to copies of them. The originals are not
+    written at all, not even with their own values: the backward of the step may need them.
+    """
+
+    def __init__(self) -> None:
+        self._originals: dict[nn.Module, list[tuple[str, Tensor | None]]] = {}
+
+    @contextmanager
+    def discarded(self) -> Iterator[None]:
+        """A context in which modules that are called write to copies."""
+        # Else the hook would be compiled, and modules for other sizes.
+        eager = torch.compiler.set_stance("force_eager")
+        hook = register_module_forward_pre_hook(self.copy)
+        try:
+            with warnings.catch_warnings(), eager:
+                warnings.filterwarnings("ignore", "Using `torch.compile")  # of hooks that run twice
+                yield
+        finally:
+            hook.remove()
+            for module, buffers in self._originals.items():
+                for name, buffer in buffers:
+                    module._buffers[name] = buffer
+            self._originals.clear()
+
+    def copy(self, called: nn.Module, _inputs: Any = None) -> None:
+        """Let a module, and those inside it, write to copies until the end of the context."""
+        if called in self._originals:
+            return
+        for module in called.modules():
+            if module in self._originals:
+                continue
+            self._originals[module] = [*module._buffers.items()] if module.training else []
+            for name, buffer in self._originals[module]:
+                if buffer is not None and not is_opaque_buffer(buffer):
+                    module._buffers[name] = buffer.clone()
+
+
 class _NoCollectives(TorchDispatchMode):
     """Collectives raise: no other rank takes part."""
 
@@ -286,11 +332,11 @@ def _joined(one: Any, two: Any) -> Any:
 
 
 @contextmanager
-def _replay_by(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    eager = torch.compiler.set_stance("force_eager")  # else other sizes would be compiled
+def _replay_by(model: nn.Module, replay: _Replay) -> Iterator[None]:
     alone = _NoCollectives()  # type: ignore[no-untyped-call]
     other = OtherCallsError("another model with sharded parameters takes part in the loss")
-    with _calls_by(model, call), forwards_refused(other), eager, alone, torch.enable_grad():
+    calls, buffers = _calls_by(model, replay.call), replay.buffers.discarded()
+    with calls, buffers, forwards_refused(other), alone, torch.enable_grad():
         yield
 
 
