@@ -99,7 +99,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     A rank that the plan leaves out (`Plan.left_out`, `is_active`) makes the same calls and gets the
     same results, without a collective in any step: `micro_batches` yields nothing there, and other
     calls wait until the active ranks have made theirs. Its model is current inside
-    `full_parameters()` alone: outside, `model.state_dict()` raises, as `state_dict()` always does.
+    `full_parameters()` alone: outside, a call of the model and `model.state_dict()` raise, as
+    `state_dict()` always does.
 
     At stage 3, outside `full_parameters()`, `model.state_dict()` has a `ShardTensor` with this
     rank's part of each parameter, for `torch.distributed.checkpoint`; `torch.save` refuses it.

@@ -206,14 +206,8 @@ class TrainedModel:
     def _be_left_out(self) -> None:
         """Have no engine, and make the calls of the active ranks. Local."""
         self.scaler, whole = None, self.ranks.whole
-        why = (
-            f"rank {whole.name} is left out by the plan, so it has no state and, outside "
-            "full_parameters(), no current parameters; call this on the active ranks only "
-            "(optimizer.is_active), or save by what all ranks call: poplar.save_checkpoint(), "
-            "optimizer.save_model() or optimizer.full_state_dict(to=...)"
-        )
-        self._have_no_engine(why)
-        self.left_out_model = LeftOutModel(self.model, why)
+        self.left_out_model = LeftOutModel(self.model, whole.name)
+        self._have_no_engine(self.left_out_model.no_state)
         hooks = list(self.left_out_model.register())
         self._unregister = register_owner([], self.optimizer, hooks)
         assert self.ranks.announcements is not None

@@ -20,14 +20,16 @@ import pytest
 import ranks as harness
 import torch
 import training
-from models import ModelSpec
+from models import LENGTH, WIDTH, ModelSpec
 from ranks import Failure, Pool, one_off
 from reference import Recipe
+from subset import choose
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from training import STAGES, Run, assert_exact, assert_raised, train_many
 
 import poplar
-from poplar import CollectiveTimeout, Plan
+from poplar import CollectiveTimeout, HeteroZeroOptimizer, Plan
 from poplar.comm import announcements
 from poplar.elastic import MemoryCheckpoints
 from poplar.monitoring import JsonLines, Monitor, Progress
@@ -124,6 +126,102 @@ def test_old_weights_are_not_saved_by_mistake(ranks: Pool, stage: int) -> None:
                 assert "rank 0 is left out" in messages[0]
             else:
                 assert not any(messages), (rank, situation, messages)
+
+
+def loss_here(model: nn.Module) -> float | str:
+    """The loss of two samples on this rank, or why it has none."""
+    batch = training.on_device(RECIPE.part(0, 0, 2))
+    with harness.catching() as caught, torch.no_grad():
+        return float(training.loss_of(RECIPE)(model, batch))
+    return caught[0].message
+
+
+def call_everywhere(stage: int, compiled: str) -> dict[str, float | str]:
+    """What forwards of the model and of a block give, by situation."""
+    spec = ModelSpec(compiled=compiled)
+    run = Run(replace(RECIPE, spec=spec), plan_of(stage, left_out=0))
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    block, found = model.blocks[0], {"left out": loss_here(model)}
+    with optimizer.full_parameters():
+        found["inside"] = loss_here(model)
+        copied = copy.deepcopy(model)
+    found["copy"] = loss_here(copied)
+    with optimizer.full_parameters(modules=[block]), torch.no_grad():
+        inputs = torch.ones(1, LENGTH, WIDTH, device=harness.device())
+        found["of block"] = float(block(inputs).sum())
+        if not optimizer.is_active:
+            found["of others"] = loss_here(model)
+    found["after"] = loss_here(model)
+    optimizer.apply_plan(plan_of(stage, left_out=1))
+    found["back"] = loss_here(model)
+    optimizer.apply_plan(plan_of(stage, left_out=0))
+    found["left out again"] = loss_here(model)
+    optimizer.release()
+    found["released"] = loss_here(model)
+    model, optimizer = training.prepare(run)
+    del optimizer
+    gc.collect()
+    if harness.rank() == 0:  # at stage 3 the others have nothing but their shards
+        found["without optimizer"] = loss_here(model)
+    return found
+
+
+@pytest.mark.parametrize("compiled", choose(quick=[""], full=["", "eager"]))
+@pytest.mark.parametrize("stage", STAGES)
+def test_old_weights_are_not_used_by_mistake(ranks: Pool, stage: int, compiled: str) -> None:
+    by_rank = ranks.run(call_everywhere, stage, compiled)
+    for rank, found in enumerate(by_rank):
+        refused = {0: ["left out", "after", "left out again"], 1: ["back"]}.get(rank, [])
+        if (rank, stage) == (0, 3):  # elsewhere all are in one unit
+            refused.append("of others")
+        for situation, value in found.items():
+            if situation not in refused:
+                assert isinstance(value, float), (rank, situation, value)
+                continue
+            assert f"rank {rank} is left out" in str(value), (situation, value)
+            assert "`with optimizer.full_parameters():`" in str(value)
+    for situation in ("inside", "copy", "of block"):
+        assert len({found[situation] for found in by_rank}) == 1, situation
+
+
+def train_a_critic(stage: int) -> tuple[Failure, float, float]:
+    """All ranks train a critic; rank 1 is left out by the plan of the generator in its loss.
+
+    Returns the failure of a step, and the loss of the next one beside that of the whole batch.
+    """
+    device = harness.device()
+    generator, critic = nn.Linear(4, 4).to(device), nn.Linear(4, 1).to(device)
+    plans = plan_of(stage, left_out=1), Plan.even(4, 12, 3, stage=0)
+    given = {"lr": 0.1, "process_group": harness.group(), "compute_dtype": torch.float32}
+    first, second = (
+        HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, **given)
+        for model, plan in zip((generator, critic), plans, strict=True)
+    )
+    noise = torch.randn(12, 4).to(device)
+    own, others = (noise.split(plan.cut(12))[harness.rank()] for plan in plans)
+
+    def loss_of_critic(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            made = generator(batch)
+        return model(made).square().mean()
+
+    first.train_step(lambda model, batch: model(batch).square().mean(), own if len(own) else None)
+    with harness.catching() as caught:
+        second.train_step(loss_of_critic, others)
+    with first.full_parameters():
+        expected = float(loss_of_critic(critic, noise))
+        found = float(second.train_step(loss_of_critic, others).loss)
+    return caught[0], expected, found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_uses_no_old_weights_of_another_model(ranks: Pool, stage: int) -> None:
+    failures, expected, found = zip(*ranks.run(train_a_critic, stage), strict=True)
+    assert_raised(failures, "rank 1 is left out by the plan")
+    assert "around the whole step" in failures[1].message
+    assert len(set(expected)) == len(set(found)) == 1
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
 
 
 def use_every_call(stage: int, folder: Path) -> dict[str, Any]:
