@@ -30,6 +30,7 @@ from poplar.zero.collective_calls import CollectiveCalls, LeftOutCalls
 from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.held_memory import smaller_batches_message
+from poplar.zero.input_cast import cast_inputs
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.micro_batches import BatchSplitter, Weight
 from poplar.zero.model_hook import do_nothing
@@ -208,7 +209,11 @@ class TrainedModel:
         self.scaler, whole = None, self.ranks.whole
         self.left_out_model = LeftOutModel(self.model, whole.name)
         self._have_no_engine(self.left_out_model.no_state)
-        hooks = list(self.left_out_model.register())
+        request = self.request
+        hooks = [
+            *self.left_out_model.register(),
+            *cast_inputs(self.model, request.cast_to, request.unit_names),
+        ]
         self._unregister = register_owner([], self.optimizer, hooks)
         assert self.ranks.announcements is not None
         checks = {"evaluate()": self._check_no_batches}

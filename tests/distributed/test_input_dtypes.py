@@ -67,9 +67,8 @@ def batch_of(samples: int) -> dict[str, Tensor]:
 def build(stage: int, **options: Any) -> tuple[nn.Module, HeteroZeroOptimizer]:
     torch.manual_seed(0)
     model = Denoiser().to(at.device())
-    optimizer = HeteroZeroOptimizer(
-        model, torch.optim.SGD, plan=PLAN[stage], lr=0.0, process_group=at.group(), **options
-    )
+    given = {"plan": PLAN[stage], "lr": 0.0, "process_group": at.group(), **options}
+    optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, **given)
     return model, optimizer
 
 
@@ -149,6 +148,48 @@ def test_fp32_model_has_only_the_hook_that_notices_ddp(ranks, dtype):
     if torch.cuda.is_available() and dtype == "auto":
         pytest.skip("'auto' computes in bf16 on a GPU")
     assert ranks.run(hooks_after, 0, dtype, release=False, ranks=2) == [1, 1]
+
+
+def outputs_under_a_plan_without_rank_0(stage: int) -> list[Tensor]:
+    """The outputs of the model and of a module of it, on this rank."""
+    model, optimizer = build(stage, compute_dtype=BF16, plan=PLAN[stage].beside((0,)))
+    batch = {name: value.to(at.device()) for name, value in batch_of(2).items()}
+    with optimizer.full_parameters(), torch.no_grad():
+        outputs = [model(batch["x"], batch["step"]), model.stem(batch["x"])]
+    return [output.cpu() for output in outputs]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_inputs_are_cast_on_a_rank_that_is_left_out(ranks, stage):
+    left_out, *others = ranks.run(outputs_under_a_plan_without_rank_0, stage, ranks=3)
+    assert [output.dtype for output in left_out] == [BF16, BF16]
+    for output, *same in zip(left_out, *others, strict=True):
+        assert all(torch.equal(output, one) for one in same)
+
+
+def hooks_of(model: nn.Module) -> int:
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks")
+    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+
+
+def hooks_in_turns(stage: int) -> list[int]:
+    """The hooks when rank 0, rank 1 and rank 0 again are left out, and after a release."""
+    plans = [PLAN[stage].beside((rank,)) for rank in (0, 1, 0)]
+    model, optimizer = build(stage, compute_dtype=BF16, plan=plans[0])
+    found = []
+    for plan in plans:
+        optimizer.apply_plan(plan)
+        found.append(hooks_of(model))
+    optimizer.release()
+    return [*found, hooks_of(model)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_change_places_have_the_hooks_of_their_places(ranks, stage):
+    first, second, _ = ranks.run(hooks_in_turns, stage, ranks=3)
+    left_out, active, *_ = first
+    assert first == [left_out, active, left_out, 0]
+    assert second == [active, left_out, active, 0]
 
 
 def verified(stage: int) -> tuple[bool, str, dict[str, torch.dtype]]:
