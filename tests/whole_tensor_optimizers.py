@@ -33,6 +33,35 @@ class Lamb(torch.optim.Optimizer):
                 p.sub_(group["lr"] * trust * update)
 
 
+def clip_together(optimizer: torch.optim.Optimizer) -> None:
+    """Clip the gradients of all parameters by their norm, as the step of some classes does."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+
+class ClippedLamb(Lamb):
+    """LAMB as that of NVIDIA."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        clip_together(self)
+        super().step()
+
+
+class ClippedAdamW(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        clip_together(self)
+        return super().step()
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to the gradients, as Langevin dynamics do."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.grad.add_(torch.randn_like(p))
+        return super().step()
+
+
 class Preconditioned(torch.optim.Optimizer):
     """As Shampoo and SOAP: matrices of other shapes than the parameter's are its state."""
 

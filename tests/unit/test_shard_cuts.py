@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import bitsandbytes
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torchao.optim
 import transformers.optimization
 from torch import nn
+from whole_tensor_optimizers import ClippedAdamW, ClippedLamb, Lamb, Noisy, Preconditioned
 
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.optimizers.granularity import granularity_of, step_of
@@ -85,3 +87,43 @@ def test_parts_are_multiples_of_blocks_and_not_too_small_to_be_quantised() -> No
 )
 def test_what_classes_need(cls: Any, options: dict[str, Any], needs: Any) -> None:
     assert granularity_of(cls, options, CPU) == needs
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (Lamb, {}),
+        (Preconditioned, {}),
+        (Noisy, {"lr": 1e-2}),
+        (torch.optim.Muon, {}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {"foreach": True, "lr": 0.0}),
+        (torch.optim.SGD, {"lr": 1e-6, "momentum": 0.9}),
+        (transformers.optimization.Adafactor, {}),
+        (bitsandbytes.optim.AdamW8bit, {}),
+        (torchao.optim.AdamW8bit, {"bf16_stochastic_round": True}),
+    ],
+)
+def test_classes_may_be_given_whole_parameters(cls: Any, options: dict[str, Any]) -> None:
+    random_state = torch.get_rng_state()
+    with mock.patch.object(torch, "compile", lambda function, **_: function):  # of torchao
+        assert granularity_of(cls, options, CPU, "parameter") == "parameter"
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("lr", [1e-2, 1e-5])
+@pytest.mark.parametrize(
+    ("cls", "granularity", "reason"),
+    [
+        (ClippedLamb, "parameter", "depends on other parameters"),
+        (ClippedAdamW, "parameter", "depends on other parameters"),
+        (ClippedAdamW, 64, "depends on other elements"),
+        (ClippedAdamW, None, "depends on other elements"),
+    ],
+)
+def test_a_norm_over_all_parameters_is_refused(
+    cls: Any, granularity: Any, reason: str, lr: float
+) -> None:
+    with pytest.raises(ValueError, match=f"{cls.__name__} cannot .* {reason}"):
+        granularity_of(cls, {"lr": lr}, CPU, granularity)

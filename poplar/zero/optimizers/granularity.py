@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from poplar.comm.shard_layout import ALIGNMENT
+from poplar.zero.preserved_state import random_state_preserved
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 Granularity = Literal["elements", "parameter"] | int
@@ -25,6 +26,10 @@ WHOLE = 0
 """The step of a parameter that is not cut: see `step_of`."""
 SMALLEST_QUANTISED = 4096
 """Elements below which classes do not quantise the state of a tensor; no part is smaller."""
+
+_UNLIKE = (1e4, 1.0, 1e-4)
+"""Factors of trial gradients by step. Adam has nearly the same update if all are clipped alike, so
+what is clipped by a norm over other elements must be clipped unlike in each step."""
 
 _WHOLE = (
     ("torch.optim", ("Muon", "Adafactor")),
@@ -161,13 +166,15 @@ def _problem_of_parts(
     gradients = [
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)
     ]
+    for gradient, scale in zip(gradients, _UNLIKE, strict=True):
+        gradient.view(-1)[cut:] *= scale
     problems: list[str] = []
 
     def after(part: Callable[[Tensor], Tensor]) -> Tensor:
         values = part(start).clone().to(device)
         optimizer = factory([{"params": [values]}], **options)
-        own = (part(gradient).clone().to(device) for gradient in gradients)
-        problems.extend(_step(optimizer, values, own))
+        own = ([part(gradient).clone().to(device)] for gradient in gradients)
+        problems.extend(_step(optimizer, [values], own))
         state = optimizer.state.get(values, {})
         problems.extend(_nested_state(state) if block else _unsupported_state(state, values))
         return values.flatten().cpu()
@@ -187,21 +194,51 @@ def _problem_of_parts(
 def _problem_of_whole(
     factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device
 ) -> str | None:
-    """Why not even whole parameters can be divided among ranks; None: they can."""
-    values = torch.ones(8, 8, dtype=torch.float32, device=device)
-    optimizer = factory([{"params": [values]}], **options)
-    problems = _step(optimizer, values, (torch.ones_like(values) for _ in range(3)))
-    problems += _nested_state(optimizer.state.get(values, {}))
+    """Why not even whole parameters can be divided among ranks; None: they can.
+
+    It steps one parameter twice, beside another one that has other values and gradients the second
+    time. The shapes, and so the kernels, and the random numbers are the same.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    start, *gradients = (
+        torch.randn((8, 8), generator=generator, dtype=torch.float32, device="cpu")
+        for _ in range(4)
+    )
+    problems: list[str] = []
+
+    def change_beside(scales: Sequence[float]) -> Tensor:
+        """The change of the parameter; `scales`: of the other one's gradients by step."""
+        both = [start.clone().to(device), (start.flip(0) * scales[0]).to(device)]
+        optimizer = factory([{"params": both}], **options)
+        given = (
+            [gradient.clone().to(device), (gradient.flip(0) * scale).to(device)]
+            for gradient, scale in zip(gradients, scales, strict=True)
+        )
+        with random_state_preserved(device):
+            problems.extend(_step(optimizer, both, given))
+        problems.extend(_nested_state(optimizer.state.get(both[0], {})))
+        return both[0].cpu() - start
+
+    alike, unlike = change_beside((1.0, 1.0, 1.0)), change_beside(_UNLIKE)
+    if not torch.allclose(alike, unlike, rtol=0.0, atol=1e-3 * float(alike.abs().max())):
+        problems.append(
+            "its update of a parameter depends on other parameters, such as by a norm over all, "
+            "but each rank updates only some; let train_step(max_norm=...) or clip_grad_norm_() "
+            "clip instead of the class"
+        )
     return problems[0] if problems else None
 
 
 def _step(
-    optimizer: torch.optim.Optimizer, values: Tensor, gradients: Iterator[Tensor]
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    gradients: Iterator[Sequence[Tensor]],
 ) -> list[str]:
-    """Step `values`; what is wrong if that changes the settings, as all ranks have the same."""
+    """Step `parameters`; what is wrong if that changes the settings, as all ranks have the same."""
     by_step = [_settings(optimizer)]
-    for gradient in gradients:
-        values.grad = gradient
+    for given in gradients:
+        for values, gradient in zip(parameters, given, strict=True):
+            values.grad = gradient
         optimizer.step()
         by_step.append(_settings(optimizer))
     before, first, last = by_step[0], by_step[1], by_step[-1]
