@@ -152,7 +152,8 @@ class Saver:
         pending: list[PendingSave] = []
         try:
             content, buffers = run_on_all_ranks(control, prepare, doing=doing)
-            agreement.agree(control, content, buffers, path.name, doing)
+            whose = parts.engine.buffer_rank
+            agreement.agree(control, content, buffers, whose, path.name, doing)
 
             def start() -> None:
                 if (device := parts.engine.flats[0].device).type == "cuda":

@@ -39,7 +39,7 @@ class Content:
     buffers: Mapping[str, Any]
     """By name, the buffers and extra states of modules, which may differ between ranks."""
     own_buffers: dict[str, Any]
-    """Part of `entries`: of `buffers`, what differs from the first rank's, once that is known."""
+    """Part of `entries`: of `buffers`, what differs from those of all, once these are known."""
     has_base: bool
     """Whether frozen parameters are part of `entries`."""
 
@@ -75,6 +75,7 @@ class Agreement:
         control: Control,
         content: Content,
         buffers: Mapping[str, int],
+        buffer_rank: int,
         name: str,
         doing: str,
     ) -> None:
@@ -82,6 +83,7 @@ class Agreement:
 
         Args:
             buffers: the digests of its `buffers`.
+            buffer_rank: the rank whose buffers are saved for all.
             name: of the checkpoint's folder.
 
         Raises:
@@ -100,8 +102,8 @@ class Agreement:
         if any(changed is not None for *_, changed in received):
             self._set([changed or self._by_rank[r] for r, (*_, changed) in enumerate(received)])
         check_equal_state(control.group.by_name([of_state for _, _, of_state, *_ in received]))
-        first = received[0][3]
-        differing = {n: b for n, b in content.buffers.items() if buffers[n] != first.get(n)}
+        of_all = received[buffer_rank][3]
+        differing = {n: b for n, b in content.buffers.items() if buffers[n] != of_all.get(n)}
         content.own_buffers.update(
             {n: b.cpu() if isinstance(b, Tensor) else b for n, b in differing.items()}
         )

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -29,6 +29,7 @@ from poplar.comm.shard_layout import Layout
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
+from poplar.zero.opaque_parameter import is_opaque_buffer
 from poplar.zero.weights.weight_files import DTYPES, INDEX, SINGLE
 
 T = TypeVar("T")
@@ -65,8 +66,8 @@ def save_model(
 
     Args:
         path: a file, which rank 0 writes; or, if `sharded`, a folder that all ranks see.
-        sharded: every rank writes the parameters of which it holds the largest part, and rank 0
-            buffers and an index.
+        sharded: every rank writes the parameters of which it holds the largest part,
+            `Engine.buffer_rank` buffers and rank 0 an index.
         frozen: as for `save_checkpoint`. Quantised parameters are unsharded on all ranks for it.
     """
     whole = saves_base(model, frozen)
@@ -86,7 +87,9 @@ def _save(
 
     catalog = on_all_ranks(lambda: _prepare(engine, model, path, sharded, whole))
     owners = {flat: _owners(flat, engine.comm.group.size, sharded) for flat in engine.flats}
-    files = _files(catalog, owners, path, sharded)
+    if not sharded:
+        catalog = _with_buffers_of_all(engine, control, model, catalog, doing)
+    files = _files(catalog, owners, path, engine.buffer_rank, sharded)
     writer = Writer(*files[rank], catalog.tied) if rank in files else None
     try:
         _write_sharded(engine, catalog, owners, writer)
@@ -145,6 +148,20 @@ def _prepare(engine: Engine, model: nn.Module, path: Path, sharded: bool, whole:
     return Catalog(tensors=tensors, tied=tied)
 
 
+def _with_buffers_of_all(
+    engine: Engine, control: Control, model: nn.Module, catalog: Catalog, doing: str
+) -> Catalog:
+    """The catalog with the values of the rank whose buffers are saved for all. Collective."""
+    whose = engine.buffer_rank
+    if whose == 0:  # which has them, and writes
+        return catalog
+    buffers = {id(buffer) for buffer in model.buffers() if not is_opaque_buffer(buffer)}
+    own = {n: value.detach() for n, value in catalog.tensors.items() if id(value) in buffers}
+    sent = own if control.group.rank == whose else {}
+    received = control.exchange_objects(sent, what=doing)[whose]
+    return replace(catalog, tensors={**catalog.tensors, **received})
+
+
 def _owners(flat: FlatParameter, world_size: int, sharded: bool) -> list[int]:
     """The rank that writes each parameter: the first one, or the one that holds most of it."""
     if not sharded:
@@ -167,8 +184,13 @@ def _layout(flat: FlatParameter, owners: Sequence[int], world_size: int) -> Layo
     return Layout(tuple(itertools.accumulate(ends, max)))
 
 
-def _files(catalog: Catalog, owners: Owners, path: Path, sharded: bool) -> Files:
-    """By rank, the file that it writes, with its tensors."""
+def _files(catalog: Catalog, owners: Owners, path: Path, buffer_rank: int, sharded: bool) -> Files:
+    """By rank, the file that it writes, with its tensors.
+
+    `buffer_rank` writes what has no owner, if it is `sharded`.
+    """
+    if not sharded:
+        return {0: (path, list(catalog.tensors.items()))}
     owner_of = {
         id(parameter): owner
         for flat, ranks in owners.items()
@@ -176,9 +198,7 @@ def _files(catalog: Catalog, owners: Owners, path: Path, sharded: bool) -> Files
     }
     by_rank: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in catalog.tensors.items():
-        by_rank.setdefault(owner_of.get(id(tensor), 0), []).append((name, tensor))
-    if not sharded:
-        return {0: (path, by_rank[0])}
+        by_rank.setdefault(owner_of.get(id(tensor), buffer_rank), []).append((name, tensor))
     count = len(by_rank)
     return {
         rank: (path / f"model-{number:05d}-of-{count:05d}.safetensors", by_rank[rank])

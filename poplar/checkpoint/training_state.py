@@ -75,7 +75,7 @@ class Entries:
     aliases: Mapping[str, str]
     """Further names of tied parameters, with the name under which they are stored."""
     extra_states: Mapping[str, Any]
-    """By name in the model, this rank's extra states of modules; the first rank's are stored."""
+    """By name in the model, this rank's extra states of modules; those of one rank are stored."""
 
 
 def is_extra_state(name: str) -> bool:
@@ -132,7 +132,7 @@ def saved_entries(parts: TrainingParts, *, frozen: bool, rank: int | None = None
             aliases[f"model.{name}"] = f"model.{stored}"
         elif id(value) in shards:
             model[name] = shards[id(value)]
-        elif rank == 0:
+        elif rank == parts.engine.buffer_rank:
             model[name] = value.detach() if isinstance(value, Tensor) else value
     optim: dict[str, Any] = {"state": saved_optimizer_state(parts, rank)}
     if rank == 0:

@@ -11,6 +11,7 @@ from poplar.comm import Control
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.values.errors import CollectiveTimeout
 from poplar.values.plan import Plan
+from poplar.zero.agreement import leader_of
 from poplar.zero.engine_hooks import EngineHooks
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import Removable
@@ -49,6 +50,8 @@ class Engine:
         self.values = UnshardedValues(model, self.units, strategy, self.scheduler, control)
         self.pass_is_explicit = False
         """The open pass was opened by `begin_pass`."""
+        self.buffer_rank = 0
+        """Whose buffers are saved for all: the first rank with samples. Others run no forward."""
         self._free_state: Callable[[], object] | None = None
         self.hooks = EngineHooks(self, check_step)
         self.recomputation = Recomputation(model, blocks, self.hooks.before_forwards())
@@ -61,6 +64,8 @@ class Engine:
 
     def follow(self, plan: Plan | None) -> None:
         """Take from a plan what may change between steps, equally on all ranks."""
+        samples = [] if plan is None else list(map(plan.samples, range(plan.world_size)))
+        self.buffer_rank = leader_of(samples) or 0
         self.hooks.follow(plan)
         self.strategy.make_persistent(persistent_units(plan, self.units))
         self.recomputation.follow(plan, self.comm.group.rank)

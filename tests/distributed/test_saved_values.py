@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 import ranks as harness
 import torch
+import training
+from models import ModelSpec
 from ranks import Pool
+from reference import Recipe
+from safetensors.torch import load_file
 from test_checkpoint_safety import TWO
 from test_checkpoints import build, train
 from test_materialization import LanguageModel
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from training import assert_raised
+from training import assert_raised, assert_same
 
 import poplar
+from poplar import Plan
 from poplar.checkpoint.conversion import convert
 from poplar.elastic import MemoryCheckpoints
 
@@ -223,3 +228,52 @@ def test_numbers_of_numpy_can_be_loaded_and_the_first_save_warns_of_what_cannot(
     assert len(of_first) == 1
     assert "Path in 'path', which load_checkpoint refuses" in of_first[0]
     assert of_second == []
+
+
+def with_statistics(stage: int, samples: tuple[int, ...]) -> training.Run:
+    recipe = Recipe(spec=ModelSpec(kind="batch_norm"), batches=(12,))
+    plan = Plan.manual(samples, stage=stage)
+    return training.Run(recipe, plan, engine={"allow_forward_state": True})
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.cpu() for name, buffer in model.named_buffers()}
+
+
+def save_statistics(saver: str, folder: str, stage: int) -> dict[str, Tensor]:
+    run = with_statistics(stage, (0, 7, 5))
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    save(saver, folder, optimizer)
+    optimizer.save_model(f"{folder}/one.safetensors")
+    optimizer.save_model(f"{folder}/parts", sharded=True)
+    return buffers_of(model)
+
+
+def load_statistics(
+    saver: str, folder: str, stage: int, samples: tuple[int, ...]
+) -> dict[str, Tensor]:
+    model, optimizer = training.prepare(with_statistics(stage, samples))
+    load(saver, folder, optimizer)
+    return buffers_of(model)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("saver", SAVERS)
+def test_buffers_of_the_first_rank_with_samples_are_saved_for_all(
+    ranks: Pool, saver: str, stage: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    idle, expected, other = by_rank = ranks.run(save_statistics, saver, folder, stage, ranks=3)
+    for name in expected:
+        assert not idle[name].equal(expected[name])
+        assert name == "norm.num_batches_tracked" or not other[name].equal(expected[name])
+    again = ranks.run(load_statistics, saver, folder, stage, (4, 4, 4), ranks=3)
+    for found, own in zip(again, by_rank, strict=True):
+        assert_same(found, own)
+    for found in ranks.run(load_statistics, saver, folder, stage, (6, 6), ranks=2):
+        assert_same(found, expected)
+    parts = (load_file(path) for path in (tmp_path / "parts").glob("*.safetensors"))
+    whole = {name: value for part in parts for name, value in part.items()}
+    for saved in (load_file(tmp_path / "one.safetensors"), whole):
+        assert_same({name: saved[name] for name in expected}, expected)
