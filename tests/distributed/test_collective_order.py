@@ -179,7 +179,10 @@ def distance_to_a_target_without_gradient(model: nn.Module, batch: dict[str, Ten
     return (model(batch["x"], None if detached < 0 else detached) - target).square().mean()
 
 
-def train_detaching(stage: int, detached: Sequence[int]) -> list[Tensor]:
+def train_detaching(
+    stage: int, detached: Sequence[int], frozen: Sequence[int] = ()
+) -> list[Tensor]:
+    """`frozen`: these blocks are frozen in the first step."""
     torch.manual_seed(0)
     model = Detaching()
     inputs = torch.randn(3, len(detached), 2, 5)
@@ -188,19 +191,23 @@ def train_detaching(stage: int, detached: Sequence[int]) -> list[Tensor]:
     optimizer = HeteroZeroOptimizer(
         model, torch.optim.SGD, plan=plan, process_group=harness.group(), lr=0.1
     )
-    for step in inputs:
+    for number, step in enumerate(inputs):
+        for index in frozen:
+            model.blocks[index].requires_grad_(number > 0)
         batch = {"x": step[rank], "detached": torch.full((2,), detached[rank])}
         optimizer.train_step(distance_to_a_target_without_gradient, batch)
     with optimizer.full_parameters():
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def detaching_alone(detached: Sequence[int]) -> list[Tensor]:
+def detaching_alone(detached: Sequence[int], frozen: Sequence[int] = ()) -> list[Tensor]:
     torch.manual_seed(0)
     model = Detaching()
     inputs = torch.randn(3, len(detached), 2, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in inputs:
+    for number, step in enumerate(inputs):
+        for index in frozen:
+            model.blocks[index].requires_grad_(number > 0)
         for x, index in zip(step, detached, strict=True):
             batch = {"x": x, "detached": torch.full((2,), index)}
             (distance_to_a_target_without_gradient(model, batch) / len(detached)).backward()
@@ -216,6 +223,20 @@ def test_gradients_may_stop_at_another_unit_on_each_rank(
 ) -> None:
     expected = detaching_alone(detached)
     for trained in ranks.run(train_detaching, stage, detached):
+        for mine, theirs in zip(trained, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "detached"),
+    [((0, 1), (-1,) * 4), ((1, 2), (-1,) * 4), ((0, 1), (1, -1, 0, -1)), ((1, 2), (2, 1, -1, -1))],
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_blocks_may_be_unfrozen(
+    ranks: Pool, stage: int, frozen: tuple[int, ...], detached: tuple[int, ...]
+) -> None:
+    expected = detaching_alone(detached, frozen)
+    for trained in ranks.run(train_detaching, stage, detached, frozen):
         for mine, theirs in zip(trained, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 

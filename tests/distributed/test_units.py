@@ -190,8 +190,11 @@ def test_unit_may_have_its_own_shares(ranks: Pool, stage: int) -> None:
         assert_close(trajectory.parameters, reference.train(recipe).parameters)
 
 
-def record_step(run: Run) -> list[str]:
-    """The issued collectives, between the forwards and backwards of the blocks."""
+def record_step(run: Run, frozen: Sequence[str] = ()) -> list[str]:
+    """The issued collectives, between the forwards and backwards of the blocks.
+
+    Parameters with a part of their name in `frozen` are frozen in the step before.
+    """
     comm = RecordingCommunicator(Group.of(harness.group(), None))
     units.MAX_FLAT_BYTES, before = 1, units.MAX_FLAT_BYTES  # one flat parameter per parameter
     try:
@@ -199,7 +202,13 @@ def record_step(run: Run) -> list[str]:
         model, optimizer = training.prepare(run)
     finally:
         units.MAX_FLAT_BYTES = before
+    named = list(model.named_parameters())
+    chosen = [p for name, p in named if any(part in name for part in frozen)]
+    for parameter in chosen:
+        parameter.requires_grad_(False)
     training.take_step(run, model, optimizer, 0)
+    for parameter in chosen:
+        parameter.requires_grad_(True)
     for index, block in enumerate(model.blocks):
         block.register_forward_hook(
             lambda *_, index=index: comm.events.append(f"forward {index} ends")
@@ -217,9 +226,17 @@ def run_of(stage: int) -> Run:
     return Run(Recipe(batches=(12, 12)), plan, engine={})
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_reduction_overlaps_with_next_backward(ranks: Pool, stage: int) -> None:
-    for events in ranks.run(record_step, run_of(stage)):
+BACKBONE = ("embedding", "positions", "blocks")
+
+
+@pytest.mark.parametrize(
+    ("stage", "frozen"), [(s, f) for s in STAGES for f in ((), BACKBONE)] + [(3, ("blocks",))]
+)
+def test_reduction_overlaps_with_next_backward(
+    ranks: Pool, stage: int, frozen: tuple[str, ...]
+) -> None:
+    """Also in the step after parameters have been unfrozen."""
+    for events in ranks.run(record_step, run_of(stage), frozen):
         for block in (2, 1):
             reduced = min(
                 place

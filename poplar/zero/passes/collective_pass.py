@@ -234,6 +234,8 @@ class CollectivePass(ABC):
                 self.reduced.add(flat)
             else:
                 unit = self._units[slot.index]
+                if self._finishing:  # unsharded for a call that this rank has skipped
+                    self._reshard(unit)
                 self._strategy.unshard(unit, in_step=self.mode is Mode.TRAIN)
                 self._unsharded.add(unit)
                 if self._finishing:

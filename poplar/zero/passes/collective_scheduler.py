@@ -131,7 +131,8 @@ class LeadingPass(RecordingPass):
             if self.mode in (Mode.TRAIN, Mode.MEASURE):
                 self._broadcast_skipped_in_backward(-1)
             # In later passes, they are issued in the backward if they are recorded as completed.
-            for flat in (*self._complete, *self._flats) if self.reduces else ():
+            # What was not completed comes in the order of a backward, which may reach it later.
+            for flat in (*self._complete, *reversed(self._flats)) if self.reduces else ():
                 if flat not in self.reduced:
                     self._broadcast_reduction(flat)
         last = Slot(SlotKind.ABANDON if failed else SlotKind.END)
@@ -148,19 +149,31 @@ class LeadingPass(RecordingPass):
                 self._forward_order.append(unit)
 
     def _broadcast_skipped_in_backward(self, visit: int) -> None:
-        """Broadcast skipped units between the last backward call and this one."""
-        last = len(self._forward_order) if self._backward_visit is None else self._backward_visit
-        for place in range(last - 1, visit, -1):
-            unit = self._forward_order[place]
+        """Broadcast skipped units between the last backward call and this one.
+
+        Also the reductions of units that the backward has left without all gradients, as of frozen
+        parameters: in later passes, which may have them, they must not wait for the end.
+        """
+        order, last = self._forward_order, self._backward_visit
+        for place in range(len(order) - 1 if last is None else last, visit, -1):
+            unit = order[place]
             if unit.resident:
                 continue
-            if unit not in self._visited:
-                self._issue_skipped(unit)
-            elif place in self._visits_with_backward or (
-                unit.trained and unit not in self._first_visit
-            ):
-                # No gradient reached it on this rank, but other ranks may have one.
-                self._issue_skipped(unit, SlotKind.UNSHARD)
+            if place != last:
+                self._broadcast_if_skipped(unit, place)
+            for flat in reversed(unit.trained if self.reduces else ()):
+                if flat not in self.reduced and unit not in order[:place]:
+                    self._broadcast_reduction(flat)
+
+    def _broadcast_if_skipped(self, unit: Unit, place: int) -> None:
+        """Broadcast a unit whose backward of a forward call this rank has not entered."""
+        if unit not in self._visited:
+            self._issue_skipped(unit)
+        elif place in self._visits_with_backward or (
+            unit.trained and unit not in self._first_visit
+        ):
+            # No gradient reached it on this rank, but other ranks may have one.
+            self._issue_skipped(unit, SlotKind.UNSHARD)
 
     def _issue_skipped(self, unit: Unit, kind: SlotKind = SlotKind.SKIPPED) -> None:
         last = next(
