@@ -434,6 +434,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step. `.grad` is always set to None.
 
+        As in torch, it may be called between a forward and its backward.
+
         Raises:
             RuntimeError: called inside of a `micro_batches` loop, before its last backward was
                 applied. The step is abandoned on all ranks.
@@ -442,7 +444,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         if self._training.step.leave_user_loop(_ZERO_GRAD_INSIDE_LOOP):
             raise agreed(RuntimeError(_ZERO_GRAD_INSIDE_LOOP))
         engine.drop_parameter_gradients()
-        if engine.step.open_micro_batch is None:
+        if engine.step.open_micro_batch is None and not engine.hooks.leave_unused_pass():
             engine.hooks.drop_implicit_pass()
             if engine.step.phase is not Phase.EMPTY:
                 engine.begin_step()

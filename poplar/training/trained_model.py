@@ -199,7 +199,7 @@ class TrainedModel:
         self.state = OptimizerState(engine, update)
         self.step = Step(engine, update, self.checks, self.request.on_nonfinite)
         self.step.follow_speeds(self._follower)
-        self.calls.stop_by(self.step.stop)
+        self.calls.serve(engine.hooks.before_call, self.step.stop)
         engine.add_changes(ModelState(engine, update).register())
         named = list(self.model.named_parameters())
         self._unregister = register_owner(named, self.optimizer, engine.changes)

@@ -101,6 +101,7 @@ class CollectiveCalls:
             announcements: where this rank announces its calls to ranks that are left out.
         """
         self._group, self._stop, self._announcements = group, stop, announcements
+        self._begin: Callable[[str], object] = do_nothing
         self._lock = threading.RLock()
         self._depth = 0
         self._in_loss_fn = False
@@ -111,9 +112,11 @@ class CollectiveCalls:
         self._all_run = False
         """Ranks that are left out run the rest of the call that is running, too."""
 
-    def stop_by(self, stop: Callable[[str, BaseException], None]) -> None:
-        """Stop all ranks by another function from now on."""
-        self._stop = stop
+    def serve(
+        self, begin: Callable[[str], object], stop: Callable[[str, BaseException], None]
+    ) -> None:
+        """Run `begin` before each call, with its name, and stop all ranks by `stop` from now on."""
+        self._begin, self._stop = begin, stop
 
     def follow(self, group: Group, announcements: Announcements | None) -> None:
         """The calls are those of other ranks from now on. Arguments as for the constructor."""
@@ -211,6 +214,7 @@ class CollectiveCalls:
                     )
                 if is_first and begins:
                     self._check(name)
+                    self._begin(name)
                 try:
                     yield
                 except Exception as error:

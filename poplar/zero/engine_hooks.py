@@ -72,6 +72,8 @@ class EngineHooks:
         """The user's function that is running, in which a backward may be wrong."""
         self.uneven_samples: tuple[int, ...] | None = None
         """Samples of the ranks under an uneven plan, which a backward of weight 1 / n violates."""
+        self._may_end = False
+        """`zero_grad` has left an implicit pass open, and the next call may end it."""
         self._call_depth = 0
         """Modules of the model whose forward is running, in one another."""
         self._visits: dict[Unit, int] = {}
@@ -172,6 +174,8 @@ class EngineHooks:
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 raise RuntimeError(self._explain_transform(unit))
             if not self._engine.pass_is_explicit:
+                if not in_backward():
+                    self._end_unused_pass()
                 mode = Mode.TRAIN if self._records_gradients() else Mode.EVALUATE
                 if mode is Mode.TRAIN and self._implicit_evaluation_is_open:
                     self.drop_implicit_pass()
@@ -242,9 +246,12 @@ class EngineHooks:
             )
 
     @property
+    def _implicit_pass_is_open(self) -> bool:
+        return self._scheduler.active and not self._engine.pass_is_explicit
+
+    @property
     def _implicit_evaluation_is_open(self) -> bool:
-        own = self._scheduler.active and not self._engine.pass_is_explicit
-        return own and self._scheduler.current.mode is Mode.EVALUATE
+        return self._implicit_pass_is_open and self._scheduler.current.mode is Mode.EVALUATE
 
     def drop_implicit_pass(self) -> None:
         """End an implicit pass that has no natural end, such as a forward without a backward.
@@ -252,11 +259,54 @@ class EngineHooks:
         Collective if such a pass is open.
         """
         self._call_depth = 0  # a forward may have failed before its hooks ran
-        if self._scheduler.active and not self._engine.pass_is_explicit:
-            mode = self._scheduler.current.mode
-            self._scheduler.finish(failed=True)
-            if mode is not Mode.EVALUATE:  # an evaluation leaves no gradients
-                self._engine.begin_step()
+        if self._implicit_pass_is_open:
+            self._abandon_pass()
+
+    def _abandon_pass(self) -> None:
+        mode = self._scheduler.current.mode
+        self._scheduler.finish(failed=True)
+        if mode is not Mode.EVALUATE:  # an evaluation leaves no gradients
+            self._engine.begin_step()
+
+    def leave_unused_pass(self) -> bool:
+        """Leave an implicit pass open that waits for its backward, in a step without gradients.
+
+        The next forward ends it, or the next method that all ranks call, if no backward comes
+        before. Local.
+
+        Returns:
+            Whether there is one.
+        """
+        self._call_depth = 0  # as in `drop_implicit_pass`
+        self._may_end = (
+            self._implicit_pass_is_open
+            and self._scheduler.current.mode is Mode.TRAIN
+            and not self._scheduler.current.has_backward
+            and not self._engine.has_gradients
+        )
+        return self._may_end
+
+    def before_call(self, name: str) -> None:
+        """A method that all ranks call begins. Collective, if it ends a pass."""
+        if name != "zero_grad()":  # which may be called again before the backward
+            self._end_unused_pass()
+
+    def _end_unused_pass(self) -> None:
+        """End the pass of `leave_unused_pass`, unless its backward has begun. Collective then.
+
+        Gradients that the user has set since stay.
+        """
+        may_end, self._may_end = self._may_end, False
+        if not (may_end and self._implicit_pass_is_open) or self._scheduler.current.has_backward:
+            return
+        parameters = [p for flat in self._engine.trained for p in flat.parameters]
+        with direct_access():
+            given = [parameter.grad for parameter in parameters]
+        self._engine.drop_parameter_gradients()
+        self._abandon_pass()
+        with direct_access():
+            for parameter, gradient in zip(parameters, given, strict=True):
+                parameter.grad = gradient
 
     def _explain_transform(self, unit: Unit) -> str:
         return (
@@ -289,6 +339,7 @@ class EngineHooks:
             self._requires_gradient_sync or engine.strategy.reduces_every_pass
         )
         weight = 1.0 / engine.comm.group.size
+        self._may_end = False
         self._scheduler.begin(PassSettings(mode, reduces, weight), leader=0)
 
     def reject_uneven_backward(self) -> None:

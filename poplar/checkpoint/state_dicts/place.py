@@ -220,6 +220,7 @@ class Owners:
             RuntimeError: in the middle of a step, or the optimizer does not exist any more.
         """
         engine = self._live_engine
+        engine.hooks.before_call("full_tensor()")
         if engine.scheduler.active:
             raise RuntimeError("full_tensor() inside a pass; end the backward first")
         own = local.to(self._device)

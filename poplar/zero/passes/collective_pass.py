@@ -108,6 +108,11 @@ class CollectivePass(ABC):
         return bool(self._ready_gradients)
 
     @property
+    def has_backward(self) -> bool:
+        """Whether a backward has reached this pass."""
+        return self._in_backward or self._backward_visit is not None or self.has_gradients
+
+    @property
     def packed(self) -> Collection[FlatParameter]:
         """The flat parameters whose gradients this pass has taken from `.grad`."""
         return self.reduced if self.reduces else self._complete
