@@ -7,7 +7,7 @@ which unit runs and which gradients are complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -72,6 +72,8 @@ class EngineHooks:
         """The user's function that is running, in which a backward may be wrong."""
         self.uneven_samples: tuple[int, ...] | None = None
         """Samples of the ranks under an uneven plan, which a backward of weight 1 / n violates."""
+        self._all_run_every_pass = True
+        """By the plan, every rank has samples in every pass of a step."""
         self._may_end = False
         """`zero_grad` has left an implicit pass open, and the next call may end it."""
         self._call_depth = 0
@@ -84,6 +86,8 @@ class EngineHooks:
         """Refuse an implicit backward if the plan is uneven."""
         samples = () if plan is None else tuple(map(plan.samples, range(plan.world_size)))
         self.uneven_samples = samples if len(set(samples)) > 1 else None
+        passes = () if plan is None else plan.micro_batches
+        self._all_run_every_pass = len(set(map(len, passes))) <= 1 and all(map(all, passes))
 
     def set_requires_gradient_sync(self, requires: bool) -> bool:
         """Whether an implicit backward is the last of its step; returns what it was before."""
@@ -143,8 +147,7 @@ class EngineHooks:
                     "the loss; train_step runs the one backward of each micro-batch"
                 )
             engine, scheduler = self._engine, self._scheduler
-            if not engine.pass_is_explicit:
-                self.reject_uneven_backward()
+            self._check_backward()
             is_last = True
             if not scheduler.active:
                 hooks = list((parameter._post_accumulate_grad_hooks or {}).values())
@@ -208,8 +211,7 @@ class EngineHooks:
             ]
 
             def enter_backward(_gradient: Tensor) -> None:
-                if not self._engine.pass_is_explicit:
-                    self.reject_uneven_backward()
+                self._check_backward()
                 self._scheduler.current.enter_backward(unit, visit)
 
             if outputs:
@@ -327,6 +329,9 @@ class EngineHooks:
     def _begin_implicit_pass(self, mode: Mode) -> None:
         """Open a pass for the user's own loop, in which all ranks have samples."""
         engine = self._engine
+        outer = self._outer_steps()
+        if mode is Mode.TRAIN and not all(one._all_run_every_pass for one in outer):
+            raise RuntimeError(self._explain_uneven(outer))  # else the other ranks wait for it
         if mode is Mode.TRAIN and engine.step.phase >= Phase.REDUCED:
             raise RuntimeError(
                 f"rank {self._rank}: {SECOND_BACKWARD}. Without micro_batches, run all but the "
@@ -342,30 +347,62 @@ class EngineHooks:
         self._may_end = False
         self._scheduler.begin(PassSettings(mode, reduces, weight), leader=0)
 
+    def _check_backward(self) -> None:
+        """Check what calls this first in a backward outside of explicit passes."""
+        has_begun = self._scheduler.active and self._scheduler.current.has_backward
+        if not (self._engine.pass_is_explicit or has_begun):
+            self.reject_uneven_backward()
+
     def reject_uneven_backward(self) -> None:
-        """Raise if a backward outside of `micro_batches` has the wrong weight. Collective then."""
-        if self.uneven_samples is None:
+        """Raise if a backward outside of `micro_batches` has the wrong weight. Collective then.
+
+        Inside of a step of another engine, that step decides, whose weights the gradients need.
+        """
+        outer = self._outer_steps()
+        is_even = all(one._step_is_even for one in outer) if outer else self.uneven_samples is None
+        if is_even:
             return
         self.drop_implicit_pass()
         self._engine.drop_parameter_gradients()
-        raise RuntimeError(self._explain_uneven())
+        raise RuntimeError(self._explain_uneven(outer))
 
-    def _explain_uneven(self) -> str:
-        own = type(self._engine.model).__name__
+    def _outer_steps(self) -> list[EngineHooks]:
+        """The hooks of other engines that are in a pass now, or run their first forward before it.
+
+        An implicit pass of this engine is then part of their steps.
+        """
+        others = (one for one in _all if one is not self)
+        return [one for one in others if one._engine.pass_is_explicit or one._runs == "loss_fn"]
+
+    @property
+    def _step_is_even(self) -> bool:
+        """Whether all passes of the step have the weight 1 / n, one on each of n ranks."""
+        micro_batch = self._engine.step.open_micro_batch
+        if micro_batch is None:  # the first forward may run before the step is opened
+            return self.uneven_samples is None and self._all_run_every_pass
+        return micro_batch.is_even
+
+    def _explain_uneven(self, outer: Sequence[EngineHooks]) -> str:
+        rank, own = f"rank {self._rank}", type(self._engine.model).__name__
+        weight = f"have the weight 1 / {self._engine.comm.group.size}"
+        if outer:
+            around = ", around that step `with optimizer.full_parameters():` of its own optimizer,"
+            return (
+                f"{rank}: gradients of {own} from a step of the optimizer of another model, "
+                f"{type(outer[0]._engine.model).__name__}, {weight}. They would be wrong unless "
+                "every rank runs one pass in that step, with the same number of samples and "
+                f"without weight= and loss=. Freeze this model, {own}, in that step: its "
+                f"requires_grad_(False) before it{around if self._sharded else ''} and "
+                "requires_grad_(True) before the step of its own optimizer"
+            )
         source, fix = "outside of micro_batches", "Use optimizer.train_step(loss_fn, batch)"
-        loop = ", or run the backward in `for micro_batch in optimizer.micro_batches(batch):`"
-        others = [one._engine.model for one in _all if one._engine.pass_is_explicit]
-        if others:
-            source = f"a step of the optimizer of another model, {type(others[0]).__name__},"
-            fix = f"Freeze this model, {own}, in that step: its requires_grad_(False) before it"
-            loop = ", and requires_grad_(True) before the step of its own optimizer"
-        elif self._runs == "closure":
+        if self._runs == "closure":
             source = "a backward in the closure of step(), outside of micro_batches,"
             fix += " in place of step(closure)"
         return (
-            f"rank {self._rank}: gradients of {own} from {source} have the weight 1 / "
-            f"{self._engine.comm.group.size}, but the plan gives the ranks {self.uneven_samples} "
-            f"samples, so the gradient would be wrong. {fix}{loop}"
+            f"{rank}: gradients of {own} from {source} {weight}, but the plan gives the ranks "
+            f"{self.uneven_samples} samples, so the gradient would be wrong. {fix}, or run the "
+            "backward in `for micro_batch in optimizer.micro_batches(batch):`"
         )
 
     def _on_backward_end(self) -> None:

@@ -46,6 +46,8 @@ class MicroBatch:
     """The first rank that has samples in this pass."""
     last: bool
     """This rank's last pass of the step."""
+    is_even: bool = False
+    """It is the only pass, and all ranks have one of the same weight."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class BatchSplitter:
         weights: Sequence[float],
         step_sizes: StepSizes,
     ) -> list[MicroBatch]:
+        is_even = self._is_even(sizes, step_sizes)
         if self.synchronizes_every_pass:
             by_rank = [self._sizes(rank, count) for rank, count in enumerate(step_sizes.samples)]
             leaders = [leader_of(each) for each in zip_longest(*by_rank, fillvalue=0)]
@@ -171,10 +174,20 @@ class BatchSplitter:
             places = [place for place, size in enumerate(sizes) if size]
             leaders = [leader_of(step_sizes.samples)] * len(sizes)
         micro_batches = [
-            MicroBatch(batches[at], sizes[at], weights[at], leaders[at], last=at == places[-1])
+            MicroBatch(batches[at], sizes[at], weights[at], leaders[at], at == places[-1], is_even)
             for at in places
         ]
         return micro_batches or [MicroBatch(None, 0, 0.0, leader_of(step_sizes.samples), last=True)]
+
+    def _is_even(self, own: Sequence[int], step_sizes: StepSizes) -> bool:
+        """Whether every rank runs one pass of the same size, and its loss is a mean over samples.
+
+        Equal on all ranks. `own`: sizes of the passes of this rank.
+        """
+        if len(own) > 1 or any(step_sizes.kinds):
+            return False
+        by_rank = enumerate(step_sizes.samples)
+        return all(self._sizes(rank, count) == tuple(own) for rank, count in by_rank)
 
     def _samples_in(self, group: Group, batch: Any) -> int:
         if self.plan is None:
