@@ -145,8 +145,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         allow_forward_state: accept state that forwards write and that differs between ranks: the
             statistics of BatchNorm in training mode (never of SyncBatchNorm), codebooks and frozen
             teachers by moving average, running normalizers, `spectral_norm` with unequal passes.
-            Each rank then has its own, also in `model.state_dict()`. `save_model` writes those of
-            the first rank that has samples.
+            Each rank then has its own, also in `model.state_dict()`. `save_model` writes the
+            buffers of the first rank that has samples.
         weights: the values of the parameters: the path of a safetensors file, of an index as
             Hugging Face writes it, or of a folder with either; or, for a model on `meta`, a
             function that initializes the parameters of one module, as for `model.apply`. Default:

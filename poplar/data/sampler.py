@@ -111,7 +111,7 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         self._ahead_of_step = 0  # least number of later batches that were drawn when one was taken
         self._most_ahead = 0  # the largest
         self._is_drawing = False  # the iteration has batches left
-        self._is_counted = True  # `_done` is the number of batches that were trained
+        self._has_missed = False  # an optimizer has taken a step without a batch
         self._drop_last = drop_last
 
     @property
@@ -172,7 +172,12 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
     def miss(self) -> None:
         # Steps that took no batch of their own have counted batches that workers drew ahead.
         if self._is_drawing and self._most_ahead:
-            self._is_counted = False
+            self._has_missed = True
+
+    @property
+    def _is_counted(self) -> bool:
+        """`_done` is the number of batches that were trained, as far as is known."""
+        return not (self._has_missed and self._most_ahead)
 
     def _own_part(self, plan: Plan, global_batch: torch.Tensor) -> list[int]:
         """The samples of this rank in a global batch of these indices."""
@@ -244,6 +249,7 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
                 "steps here; use the same drop_last as when it was saved"
             )
         self._epoch = state["epoch"]
+        self._most_ahead = 0
         self._start = self._drawn = self._done = state["step"]
 
     def _state_identity(self) -> dict[str, Any]:

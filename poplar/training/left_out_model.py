@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -18,7 +18,8 @@ class LeftOutModel:
     rank 0, or calls the model there, runs on when rank 0 is left out.
     """
 
-    def __init__(self, model: nn.Module, rank: int) -> None:
+    def __init__(self, model: nn.Module, rank: int, old: Collection[nn.Parameter]) -> None:
+        """`old`: the parameters whose values are not kept."""
         why = (
             f"rank {rank} is left out by the plan, so it has no state and, outside "
             "full_parameters(), no current parameters; "
@@ -26,7 +27,7 @@ class LeftOutModel:
         self.no_state, self._no_forward = why + _SAVE, why + _CALL
         """The errors."""
         self._model = model
-        self._old = frozenset(model.parameters())
+        self._old = frozenset(old)
         """The parameters that have old values."""
 
     def register(self) -> Iterator[RemovableHandle]:

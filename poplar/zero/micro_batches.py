@@ -184,7 +184,9 @@ class BatchSplitter:
 
         Equal on all ranks. `own`: sizes of the passes of this rank.
         """
-        if len(own) > 1 or any(step_sizes.kinds):
+        mean, weighted_mean = 0, 1
+        is_alone = len(step_sizes.kinds) == 1  # it has all of the weight, whatever that is
+        if len(own) > 1 or max(step_sizes.kinds) > (weighted_mean if is_alone else mean):
             return False
         by_rank = enumerate(step_sizes.samples)
         return all(self._sizes(rank, count) == tuple(own) for rank, count in by_rank)

@@ -214,3 +214,27 @@ def count_rows(x: Tensor) -> float:
 )
 def test_other_weights_raise_on_all_ranks(ranks: Pool, weight: dict[str, Any]) -> None:
     assert_named(ranks.run(train_wrongly, 2, "train_step", {"sizes": EVEN}, weight, ranks=RANKS))
+
+
+def weighted_step_of_one_rank() -> Parameters:
+    generator, discriminator = Generator(0), Discriminator(1)
+    options: dict[str, Any] = {"process_group": harness.group(), "stage": 0, "lr": 0.1}
+    optimizers = [
+        HeteroZeroOptimizer(model.to(harness.device()), torch.optim.SGD, **options)
+        for model in (generator, discriminator)
+    ]
+    batch = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
+    optimizers[0].train_step(
+        lambda model, x: discriminator(model(x)).square().mean(),
+        batch.to(harness.device()),
+        weight=lambda x: 3.0 * len(x),
+    )
+    optimizers[1].step()
+    return [[p.detach().cpu() for p in m.parameters()] for m in (generator, discriminator)]
+
+
+def test_one_rank_has_all_of_the_weight(ranks: Pool) -> None:
+    found = ranks.run(weighted_step_of_one_rank, ranks=1)[0]
+    expected = trained_with_torch(steps=1, trains_discriminator=True)
+    for own, others in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, others)

@@ -185,6 +185,31 @@ def test_old_weights_are_not_used_by_mistake(ranks: Pool, stage: int, compiled: 
         assert len({found[situation] for found in by_rank}) == 1, situation
 
 
+def call_frozen_parts(stage: int) -> list[float | str]:
+    """What a frozen encoder gives, and in `full_parameters(modules=...)` a partly frozen block."""
+    device = harness.device()
+    torch.manual_seed(0)
+    encoder, head = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    encoder.requires_grad_(False)
+    head[0].requires_grad_(False)
+    model = nn.Sequential(encoder, head).to(device)
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=plan_of(stage), process_group=harness.group(), lr=0.1
+    )
+    inputs, found = torch.ones(2, 4, device=device), []
+    with harness.catching() as caught, torch.no_grad():
+        found.append(float(encoder(inputs).sum()) if stage < 3 else 0.0)
+        with optimizer.full_parameters(modules=[head]):
+            found.append(float(head(inputs).sum()))
+    return [*found, *(failure.message for failure in caught)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_are_current_on_all_ranks(ranks: Pool, stage: int) -> None:
+    by_rank = ranks.run(call_frozen_parts, stage)
+    assert all(found == by_rank[0] and len(found) == 2 for found in by_rank), by_rank
+
+
 def train_a_critic(stage: int) -> tuple[Failure, float, float]:
     """All ranks train a critic; rank 1 is left out by the plan of the generator in its loss.
 

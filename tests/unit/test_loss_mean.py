@@ -484,6 +484,38 @@ class WithOwnCenter(Head):
         return (scores - self.center).square().mean()
 
 
+class WithOwnTeacher(Head):
+    """A model that computes its own loss, and whose frozen teacher follows it."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.teacher, self.in_place = Head().requires_grad_(False), in_place
+
+    def forward(self, values: Tensor) -> Tensor:
+        for old, new in zip(self.teacher.parameters(), self.student(), strict=True):
+            mean = old.data * 0.9 + new.detach() * 0.1
+            if self.in_place:
+                old.data.copy_(mean)
+            else:
+                old.data = mean
+        return (super().forward(values) - self.teacher(values)).square().mean()
+
+    def student(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_step_writes_to_frozen_parameters_once(in_place):
+    model = WithOwnTeacher(in_place)
+    expected = [
+        0.9 * old.data + 0.1 * new.detach()
+        for old, new in zip(model.teacher.parameters(), model.student(), strict=True)
+    ]
+    warning_of_a_pass(lambda model, batch: model(batch["x"]), model, [batch_of(0)])
+    for old, value in zip(model.teacher.parameters(), expected, strict=True):
+        torch.testing.assert_close(old.data, value)
+
+
 def buffers_of(*models: nn.Module) -> dict[str, Tensor]:
     """Copies of all buffers."""
     named = nn.ModuleList(models).named_buffers()

@@ -98,6 +98,10 @@ def test_several_steps_per_batch_are_not_guessed_with_workers() -> None:
     with pytest.raises(ValueError, match="more steps than"):
         schedule.first_step(NEW)
     assert sampler.state_dict(steps_done=3)["step"] == 3
+    del _loader
+    sampler.set_epoch(1)
+    three_steps_per_batch(sampler, 0)
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["step"]) == (1, 3)
 
 
 def test_state_counts_a_batch_that_no_step_has_taken_once_a_later_one_is_taken() -> None:

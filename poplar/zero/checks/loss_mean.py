@@ -31,7 +31,7 @@ from poplar.zero.checks.recorded_loss import (
     Call,
     OtherCallsError,
     RecordedLoss,
-    WrittenBuffers,
+    WrittenState,
     is_loss,
 )
 from poplar.zero.micro_batch_loss import LossFunction
@@ -78,7 +78,7 @@ def wrong_weight(
             return None
         recorded = RecordedLoss(model, loss_fn, pytree.take(batch, range(samples)))
         preserved = model_preserved(model, next(model.parameters()).device)
-        with WrittenBuffers().discarded(), preserved, torch.no_grad():
+        with WrittenState().discarded(), preserved, torch.no_grad():
             set_evaluation_mode(model)
             with recorded.recording():
                 whole = recorded.loss(recorded.batch).item()

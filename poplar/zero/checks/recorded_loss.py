@@ -3,7 +3,8 @@
 A replayed loss needs no forward, no parameters and no other rank, so it can be computed for parts
 of a micro-batch at every stage, also while parameters are sharded. A module that returns a scalar
 computes a loss itself: its own code runs again, on what its submodules have returned. So does that
-of other models in the loss function (a discriminator). What it writes to buffers is discarded.
+of other models in the loss function (a discriminator). What it writes to buffers and assigns to
+frozen parameters is discarded. A loss that writes frozen parameters in place is not replayed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from poplar.data import pytree
 from poplar.zero.engine_hooks import forwards_refused
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
-from poplar.zero.opaque_parameter import is_opaque_buffer
+from poplar.zero.opaque_parameter import is_opaque, is_opaque_buffer
 from poplar.zero.passes.collective_pass import in_backward
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -190,7 +191,7 @@ class _Replay:
         self._inputs: list[list[Tensor]] = []
         """Of each call that does not compute a loss."""
         self.leaves: list[Tensor] = []
-        self.buffers = WrittenBuffers()
+        self.state = WrittenState()
         """Of the modules whose code runs."""
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +199,7 @@ class _Replay:
         if call is None or call.module is not module:
             raise OtherCallsError("other modules are called")
         if call.computes_loss:
-            self.buffers.copy(module)
+            self.state.copy(module)
             return module.forward(*args, **kwargs)
         self._inputs.append([t.detach() for t in pytree.tensors((args, kwargs)) if t.dim()])
         return pytree.map_tensors(self._rows, call.output)
@@ -260,15 +261,18 @@ class _Replay:
         return (1.0 - 0.1 * random).to(leaf.device)
 
 
-class WrittenBuffers:
-    """Buffers that forwards write in training mode: statistics, vectors of `spectral_norm`.
+class WrittenState:
+    """What forwards write: buffers in training mode, and frozen parameters, such as a teacher.
 
-    In forwards that one rank runs alone, modules write to copies of them. The originals are not
+    In forwards that one rank runs alone, modules write to copies of buffers. The originals are not
     written at all, not even with their own values: the backward of the step may need them.
+    Parameters are not copied, as a frozen base may have many GiB; they get back their own memory.
     """
 
     def __init__(self) -> None:
         self._originals: dict[nn.Module, list[tuple[str, Tensor | None]]] = {}
+        self._frozen: dict[nn.Parameter, Tensor] = {}
+        """By parameter, its memory."""
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
@@ -285,7 +289,11 @@ class WrittenBuffers:
             for module, buffers in self._originals.items():
                 for name, buffer in buffers:
                     module._buffers[name] = buffer
+            for parameter, data in self._frozen.items():
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
             self._originals.clear()
+            self._frozen.clear()
 
     def copy(self, called: nn.Module, _inputs: Any = None) -> None:
         """Let a module, and those inside it, write to copies until the end of the context."""
@@ -298,14 +306,29 @@ class WrittenBuffers:
             for name, buffer in self._originals[module]:
                 if buffer is not None and not is_opaque_buffer(buffer):
                     module._buffers[name] = buffer.clone()
+            for parameter in module._parameters.values():
+                if parameter is not None and not (parameter.requires_grad or is_opaque(parameter)):
+                    self._frozen[parameter] = parameter.data
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the memory of a frozen parameter."""
+        memory = tensor.untyped_storage().data_ptr()
+        return any(data.untyped_storage().data_ptr() == memory for data in self._frozen.values())
 
 
-class _NoCollectives(TorchDispatchMode):
-    """Collectives raise: no other rank takes part."""
+class _NoTrace(TorchDispatchMode):
+    """Collectives raise, as no other rank takes part, and so do writes to frozen parameters."""
+
+    def __init__(self, state: WrittenState) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._state = state
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             raise OtherCallsError(f"the loss calls {func}")
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and any(map(self._state.has, pytree.tensors(value))):
+                raise OtherCallsError(f"the loss writes a frozen parameter by {func}")
         return func(*args, **(kwargs or {}))
 
 
@@ -333,10 +356,10 @@ def _joined(one: Any, two: Any) -> Any:
 
 @contextmanager
 def _replay_by(model: nn.Module, replay: _Replay) -> Iterator[None]:
-    alone = _NoCollectives()  # type: ignore[no-untyped-call]
+    alone = _NoTrace(replay.state)
     other = OtherCallsError("another model with sharded parameters takes part in the loss")
-    calls, buffers = _calls_by(model, replay.call), replay.buffers.discarded()
-    with calls, buffers, forwards_refused(other), alone, torch.enable_grad():
+    calls, state = _calls_by(model, replay.call), replay.state.discarded()
+    with calls, state, forwards_refused(other), alone, torch.enable_grad():
         yield
 
 
