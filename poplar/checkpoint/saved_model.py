@@ -66,8 +66,8 @@ def save_model(
 
     Args:
         path: a file, which rank 0 writes; or, if `sharded`, a folder that all ranks see.
-        sharded: every rank writes the parameters of which it holds the largest part,
-            `Engine.buffer_rank` buffers and rank 0 an index.
+        sharded: every rank writes the parameters of which it holds the largest part. Rank
+            `Engine.buffer_rank` writes the buffers too, and rank 0 an index.
         frozen: as for `save_checkpoint`. Quantised parameters are unsharded on all ranks for it.
     """
     whole = saves_base(model, frozen)

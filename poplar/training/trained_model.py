@@ -208,11 +208,11 @@ class TrainedModel:
         """Have no engine, and make the calls of the active ranks. Local."""
         self.scaler, whole, request = None, self.ranks.whole, self.request
         # Frozen parameters keep their values, unless they are sharded or were never made.
-        keeps = not (request.values.on_meta or STRATEGY_CLASSES[request.stage].shards_parameters)
+        loses_all = request.values.on_meta or STRATEGY_CLASSES[request.stage].shards_parameters
         old = [
             parameter
             for parameter in self.model.parameters()
-            if parameter.numel() and not (keeps and id(parameter) not in request.group_of)
+            if parameter.numel() and (loses_all or id(parameter) in request.group_of)
         ]
         self.left_out_model = LeftOutModel(self.model, whole.name, old)
         self._have_no_engine(self.left_out_model.no_state)

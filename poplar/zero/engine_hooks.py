@@ -349,8 +349,9 @@ class EngineHooks:
 
     def _check_backward(self) -> None:
         """Check what calls this first in a backward outside of explicit passes."""
-        has_begun = self._scheduler.active and self._scheduler.current.has_backward
-        if not (self._engine.pass_is_explicit or has_begun):
+        if self._engine.pass_is_explicit:
+            return
+        if not (self._scheduler.active and self._scheduler.current.has_backward):
             self.reject_uneven_backward()
 
     def reject_uneven_backward(self) -> None:

@@ -184,9 +184,9 @@ class BatchSplitter:
 
         Equal on all ranks. `own`: sizes of the passes of this rank.
         """
-        mean, weighted_mean = 0, 1
-        is_alone = len(step_sizes.kinds) == 1  # it has all of the weight, whatever that is
-        if len(own) > 1 or max(step_sizes.kinds) > (weighted_mean if is_alone else mean):
+        losses, has_weight = zip(*(divmod(kind, 2) for kind in step_sizes.kinds), strict=True)
+        is_alone = len(has_weight) == 1  # it has all of the weight, whatever that is
+        if len(own) > 1 or any(losses) or (any(has_weight) and not is_alone):
             return False
         by_rank = enumerate(step_sizes.samples)
         return all(self._sizes(rank, count) == tuple(own) for rank, count in by_rank)

@@ -273,6 +273,8 @@ class WrittenState:
         self._originals: dict[nn.Module, list[tuple[str, Tensor | None]]] = {}
         self._frozen: dict[nn.Parameter, Tensor] = {}
         """By parameter, its memory."""
+        self._addresses: set[int] = set()
+        """Of these memories."""
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
@@ -294,6 +296,7 @@ class WrittenState:
                     parameter.data = data
             self._originals.clear()
             self._frozen.clear()
+            self._addresses.clear()
 
     def copy(self, called: nn.Module, _inputs: Any = None) -> None:
         """Let a module, and those inside it, write to copies until the end of the context."""
@@ -309,11 +312,15 @@ class WrittenState:
             for parameter in module._parameters.values():
                 if parameter is not None and not (parameter.requires_grad or is_opaque(parameter)):
                     self._frozen[parameter] = parameter.data
+                    self._addresses.add(_address(parameter.data))
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is in the memory of a frozen parameter."""
-        memory = tensor.untyped_storage().data_ptr()
-        return any(data.untyped_storage().data_ptr() == memory for data in self._frozen.values())
+        return tensor.numel() > 0 and _address(tensor) in self._addresses
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _NoTrace(TorchDispatchMode):

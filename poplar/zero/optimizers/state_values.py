@@ -129,9 +129,9 @@ def fill_state(state: dict[str, Any], cut: Mapping[str, Tensor], others: Mapping
             value.copy_(cut[key].view(value.shape))
     for key, value in others.items():
         if key in state:
-            now, other = state[key], copy_value(value)
-            is_moved = isinstance(now, Tensor) and isinstance(other, Tensor)
-            state[key] = other.to(now.device) if is_moved else other
+            now = state[key]
+            are_tensors = isinstance(now, Tensor) and isinstance(value, Tensor)
+            state[key] = value.to(now.device, copy=True) if are_tensors else copy_value(value)
 
 
 def copy_value(value: Any) -> Any:
