@@ -330,8 +330,12 @@ class EngineHooks:
         """Open a pass for the user's own loop, in which all ranks have samples."""
         engine = self._engine
         outer = self._outer_steps()
-        if mode is Mode.TRAIN and not all(one._all_run_every_pass for one in outer):
-            raise RuntimeError(self._explain_uneven(outer))  # else the other ranks wait for it
+        if mode is Mode.EVALUATE:
+            outer = [one for one in outer if not one._evaluates]
+        if not all(one._all_run_every_pass for one in outer):  # ranks would wait for each other
+            is_training = mode is Mode.TRAIN
+            explain = self._explain_uneven if is_training else self._explain_forward
+            raise RuntimeError(explain(outer))
         if mode is Mode.TRAIN and engine.step.phase >= Phase.REDUCED:
             raise RuntimeError(
                 f"rank {self._rank}: {SECOND_BACKWARD}. Without micro_batches, run all but the "
@@ -376,6 +380,11 @@ class EngineHooks:
         return [one for one in others if one._engine.pass_is_explicit or one._runs == "loss_fn"]
 
     @property
+    def _evaluates(self) -> bool:
+        """Whether the open pass is one of `evaluate`, whose batches no plan gives to the ranks."""
+        return self._scheduler.active and self._scheduler.current.mode is Mode.EVALUATE
+
+    @property
     def _step_is_even(self) -> bool:
         """Whether all passes of the step have the weight 1 / n, one on each of n ranks."""
         micro_batch = self._engine.step.open_micro_batch
@@ -404,6 +413,15 @@ class EngineHooks:
             f"{rank}: gradients of {own} from {source} {weight}, but the plan gives the ranks "
             f"{self.uneven_samples} samples, so the gradient would be wrong. {fix}, or run the "
             "backward in `for micro_batch in optimizer.micro_batches(batch):`"
+        )
+
+    def _explain_forward(self, outer: Sequence[EngineHooks]) -> str:
+        return (
+            f"rank {self._rank}: the parameters of {type(self._engine.model).__name__} are sharded "
+            "(stage 3), and it is called in a step of the optimizer of another model, "
+            f"{type(outer[0]._engine.model).__name__}, in which not every rank has samples in "
+            "every pass, so the ranks would wait for each other. Enter `with "
+            "optimizer.full_parameters():` of its own optimizer on every rank around that step"
         )
 
     def _on_backward_end(self) -> None:

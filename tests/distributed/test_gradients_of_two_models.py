@@ -238,3 +238,62 @@ def test_one_rank_has_all_of_the_weight(ranks: Pool) -> None:
     expected = trained_with_torch(steps=1, trains_discriminator=True)
     for own, others in zip(found, expected, strict=True):
         torch.testing.assert_close(own, others)
+
+
+def generate_in_a_step(
+    stage: int, form: str, sizes: Sizes
+) -> tuple[Failure | None, list[list[Tensor]]]:
+    """Call the sharded generator without gradients in two steps of the discriminator.
+
+    Returns what the first raises; the second runs in `full_parameters()`.
+    """
+    pair = Pair(3, EVEN, other=sizes, other_stage=stage)
+
+    def loss_fn(discriminator: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = pair.generator(x)
+        return discriminator(made).square().mean()
+
+    def take_step() -> None:
+        optimizer, batch = pair.of_discriminator, batch_of(0, sizes)
+        if form == "train_step":
+            optimizer.train_step(loss_fn, batch)
+            return
+        with optimizer.micro_batches(batch) as micro_batches:
+            for micro_batch in micro_batches:
+                loss_fn(pair.discriminator, micro_batch).backward()
+        optimizer.step()
+
+    with harness.catching() as caught:
+        take_step()
+    with pair.of_generator.full_parameters():
+        take_step()
+    return (caught or [None])[0], pair.parameters()
+
+
+NOT_ON_ALL_RANKS = {
+    "a rank without samples": ((8,), (0,)),
+    "a pass without samples": ((4, 2), (2, 0)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", NOT_ON_ALL_RANKS)
+def test_a_sharded_model_is_not_called_where_ranks_would_wait(
+    ranks: Pool, stage: int, form: str, case: str
+) -> None:
+    answers = ranks.run(generate_in_a_step, stage, form, NOT_ON_ALL_RANKS[case], ranks=RANKS)
+    failures = [failure for failure, _ in answers]
+    assert_raised(failures)
+    assert not any("Timeout" in failure.type for failure in failures), failures
+    for text in ("parameters of Generator are sharded", "with optimizer.full_parameters():"):
+        assert any(text in failure.message for failure in failures), failures
+    generator, discriminator = Generator(0), Discriminator(1)
+    whole = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD(discriminator.parameters(), lr=0.1)
+    discriminator(generator(whole).detach()).square().mean().backward()
+    optimizer.step()
+    expected = [[p.detach() for p in model.parameters()] for model in (generator, discriminator)]
+    for _, trained in answers:
+        torch.testing.assert_close(trained, expected, rtol=1e-5, atol=1e-6)
