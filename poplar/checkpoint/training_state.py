@@ -23,6 +23,7 @@ from poplar.zero.collective_calls import CollectiveCalls
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.grad_scaler import GradScaler
+from poplar.zero.preserved_state import persistent_buffers
 from poplar.zero.update import ShardedUpdate
 
 STEPS = "communication.steps"
@@ -98,13 +99,7 @@ def model_values(parts: TrainingParts) -> dict[str, Any]:
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """By name, the buffers that `model.state_dict()` has."""
-    saved = {
-        id(buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if name not in module._non_persistent_buffers_set
-    }
-    return {canonical(n): buffer for n, buffer in model.named_buffers() if id(buffer) in saved}
+    return {canonical(name): buffer for name, buffer in persistent_buffers(model).items()}
 
 
 def saved_entries(parts: TrainingParts, *, frozen: bool, rank: int | None = None) -> Entries:

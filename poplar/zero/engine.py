@@ -52,6 +52,8 @@ class Engine:
         """The open pass was opened by `begin_pass`."""
         self.buffer_rank = 0
         """Whose buffers are saved for all: the first rank with samples. Others run no forward."""
+        self.idle_ranks: frozenset[int] = frozenset()
+        """Ranks without samples, whose buffers no forward of the training writes."""
         self._free_state: Callable[[], object] | None = None
         self.hooks = EngineHooks(self, check_step)
         self.recomputation = Recomputation(model, blocks, self.hooks.before_forwards())
@@ -66,6 +68,7 @@ class Engine:
         """Take from a plan what may change between steps, equally on all ranks."""
         samples = [] if plan is None else list(map(plan.samples, range(plan.world_size)))
         self.buffer_rank = leader_of(samples) or 0
+        self.idle_ranks = frozenset(rank for rank, count in enumerate(samples) if not count)
         self.hooks.follow(plan)
         self.strategy.make_persistent(persistent_units(plan, self.units))
         self.recomputation.follow(plan, self.comm.group.rank)

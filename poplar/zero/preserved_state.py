@@ -74,6 +74,17 @@ def random_state_preserved(device: torch.device) -> Iterator[None]:
             numpy_random.set_state(states[1])
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """By name, the buffers that are in a state dict."""
+    saved = {
+        id(buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) in saved}
+
+
 def set_evaluation_mode(model: nn.Module) -> None:
     """`model.eval()`, but modules with an opaque parameter of their own keep their mode.
 

@@ -200,3 +200,32 @@ def test_training_goes_on_after_an_evaluation_in_inference_mode(
     run = Run(recipe, training.uneven(3), engine={"communicator": transport})
     for parameters in ranks.run(train_after_an_evaluation_in_inference_mode, run):
         training.assert_close(parameters, reference.train(recipe).parameters)
+
+
+def evaluate_trained_statistics(stage: int) -> tuple[float, float]:
+    """The mean of `evaluate`, and that of a plain model with the weights and buffers of rank 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(harness.device())
+    plan = Plan(stage=stage, global_batch=4, micro_batches=((4,), (0,)), shares=(0.5, 0.5))
+    optimizer = HeteroZeroOptimizer(
+        model,
+        torch.optim.SGD,
+        plan=plan,
+        process_group=harness.group(),
+        allow_forward_state=True,
+        lr=0.1,
+    )
+    values = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1)).to(harness.device())
+    for _ in range(3):
+        optimizer.train_step(loss_fn, values[0] if harness.rank() == 0 else None)
+    found = optimizer.evaluate(loss_fn, [values[1 + harness.rank()]])
+    with optimizer.full_parameters(), torch.no_grad():
+        whole = loss_fn(model.eval(), values[1:].flatten(0, 1)).item()
+    return found, whole
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_without_samples_evaluates_with_the_trained_buffers(ranks: Pool, stage: int) -> None:
+    (first, expected), (second, _) = ranks.run(evaluate_trained_statistics, stage, ranks=2)
+    assert first == second
+    assert first == pytest.approx(expected, rel=1e-5)
