@@ -305,8 +305,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         At stages 0 to 2, the first forward of a rank runs before it knows whether the other ranks
         have a valid batch. So `loss_fn` must not call collectives itself.
 
-        Without `weight`, one rank calls `loss_fn` again in the first step, for parts of a
-        micro-batch and without a forward of the model, and warns if the loss is not their mean.
+        In the first step, one rank calls `loss_fn` again, for parts of a micro-batch and without a
+        forward of the model, and warns if the loss is not the mean over what `weight` counts.
 
         Args:
             loss_fn: `loss_fn(model, micro_batch)` -> scalar loss of the micro-batch.
@@ -339,8 +339,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
                 if not isinstance(scaler, GradScaler):
                     raise TypeError(PLAIN_SCALER)
                 scaler.make_scale(training.engine.trained[0].device)
-            if weight is None and loss == "mean":
-                loss_fn = training.checks.loss.watched(loss_fn)
+            if loss == "mean":
+                loss_fn = training.checks.loss.watched(loss_fn, weight)
 
         def open_passes(again: Callable[[], None] | None) -> tuple[OpenedStep, PassLoss]:
             version = self._changes.schedule.version
@@ -372,8 +372,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         training = self._training
 
         def prepare() -> None:
-            if weight is None and loss == "mean":
-                training.checks.loss.watch_loop(training.model, batch)
+            if loss == "mean":
+                training.checks.loss.watch_loop(training.model, batch, weight)
 
         def begin() -> Step | None:
             with running(left_out=True):
@@ -546,6 +546,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         Ranks may have different numbers of batches, or none; one that is left out must have none.
         If `follow_drift` may leave out ranks, such a rank drops its batches, with a warning: the
         mean is then over those of the other ranks.
+
+        A rank without samples in the plan first gets the buffers that are saved for all ranks, as
+        the statistics of BatchNorm, because its own are not trained.
 
         Args:
             loss_fn: as for `train_step`; it returns a mean.

@@ -164,8 +164,8 @@ class UnequalPasses:
         def start() -> list[MicroBatch]:
             def check() -> None:
                 self._check(batch)
-                if weight is None and loss == "mean":
-                    self._checks.loss.watch_loop(self._inner_model(), batch)
+                if loss == "mean":
+                    self._checks.loss.watch_loop(self._inner_model(), batch, weight)
 
             error = caught(check)
             opened = self._splitter.open(self._control, batch, weight, loss, error)

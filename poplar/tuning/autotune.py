@@ -192,8 +192,8 @@ def autotune(
         verify: measure the batch sizes of the chosen plan that were not profiled, then time the
             best plans of the best two stages in turns. A better plan that the search finds with
             these times joins. Default: True.
-        weight, loss: as for `train_step`. They change no plan: without them, a warning says if the
-            loss of the example is not the mean of its samples' losses.
+        weight, loss: as for `train_step`. They change no plan: a warning says if the loss of the
+            example is not the mean over what `weight` counts.
         seconds: time budget for profile and trials together, without compilation and tuning of
             kernels; default: 60.
 
@@ -240,11 +240,11 @@ def tune_job(job: TuningJob, group: Group) -> Tuned:
         raise
 
 
-def _warn_of_wrong_weight(session: Session) -> None:
-    """Warn on the first rank if samples are the wrong weight for the loss."""
+def _warn_of_wrong_weight(session: Session, weight: Weight | None) -> None:
+    """Warn on the first rank if this is the wrong weight for the loss."""
     job = session.job
     if session.group.rank == 0 and session.model_is_on_device:
-        found = wrong_weight(job.loss_fn, job.model, job.example)
+        found = wrong_weight(job.loss_fn, job.model, job.example, weight=weight)
         if found is not None:
             warnings.warn(found, stacklevel=4)
 
@@ -266,8 +266,8 @@ class Tuner:
         profile = self.cached.profile() if given is None else self._limited_profile(given)
         # Compilation may have taken longer than the whole budget.
         ends = max(ends, time.perf_counter() + (1.0 - PROFILE_PART) * job.seconds)
-        if job.weight is None and job.loss == "mean":
-            _warn_of_wrong_weight(self.session)
+        if job.loss == "mean":
+            _warn_of_wrong_weight(self.session, job.weight)
         # What the plan depends on beside the profile.
         key = json.dumps([job.global_batch, *job.choices.values()], default=repr)
         known = self.cached.plans.get(key) if given is None else None

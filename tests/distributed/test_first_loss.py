@@ -56,6 +56,16 @@ def test_right_weights_do_not_warn(ranks: Pool, loss_fn: Any, weight: str) -> No
     assert ranks.run(warnings_of_two_steps, run, loss_fn, weight, ranks=3) == [[], [], []]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_weight_that_does_not_count_in_the_loss_warns_once_on_one_rank(
+    ranks: Pool, stage: int
+) -> None:
+    run = Run(Recipe(batches=(12,), loss="tokens"), plan_of(stage))
+    by_rank = ranks.run(warnings_of_two_steps, run, models.mean_over_samples, "tokens", ranks=3)
+    assert [len(own) for own in by_rank] == [0, 1, 0]
+    assert "mean over samples, not over what weight= returns: pass no weight=" in by_rank[1][0]
+
+
 def random_numbers_and_modes(run: Run) -> tuple[list[float], bool]:
     """Random numbers that forwards of the step draw, and whether the model trains."""
     model, optimizer = training.prepare(run)

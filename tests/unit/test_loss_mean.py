@@ -132,6 +132,25 @@ def test_sums_are_told_from_means():
     assert "pass loss='sum'" in wrong_weight(loss_fn, classifier(), images(0, 6))
 
 
+def test_a_given_weight_is_compared_with_the_loss():
+    def counted(batch: dict[str, Tensor]) -> Tensor:
+        return batch["labels"].sum() + 1
+
+    def total(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return cross_entropy(model, batch, "sum")
+
+    def weighted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses = F.cross_entropy(model(batch["pixels"]), batch["labels"], reduction="none")
+        return (losses * batch["labels"]).sum() / batch["labels"].sum()
+
+    batch, model = images(0, 6), classifier()
+    by_samples = wrong_weight(cross_entropy, model, batch, weight=counted, where="here")
+    assert by_samples.endswith("not over what weight= returns: pass no weight= here")
+    assert "pass loss='sum'" in wrong_weight(total, model, batch, weight=counted)
+    assert wrong_weight(weighted, model, batch, weight=lambda part: part["labels"].sum()) is None
+    assert wrong_weight(weighted, model, batch, weight=counted) is not None
+
+
 def test_a_masked_mean_is_no_sum_if_one_sample_counts():
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         losses = F.cross_entropy(model(batch["pixels"]), batch["labels"], reduction="none")
@@ -679,7 +698,7 @@ def test_autotune_warns_on_the_first_rank_of_models_on_their_device():
         session = SimpleNamespace(job=job, group=group, model_is_on_device=is_here)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            autotune._warn_of_wrong_weight(session)
+            autotune._warn_of_wrong_weight(session, None)
         return [str(warning.message) for warning in caught]
 
     assert "weight=poplar.tokens(shift=False)" in warnings_of(0, True)[0]

@@ -159,8 +159,8 @@ def find_batch_dependence(process: OneProcess, sample: Any, tolerance: Tolerance
     notes = _known_modules(process.model)
     weight_is_unstated = process.weight is None and process.loss == "mean"
     suggestion = None
-    if weight_is_unstated:
-        suggestion = wrong_weight(process.loss_fn, process.model, sample)
+    if process.loss == "mean":
+        suggestion = wrong_weight(process.loss_fn, process.model, sample, weight=process.weight)
         notes += [suggestion] if suggestion else []
     samples = pytree.samples_in(sample)
     first, second = (process.loss_of(split_into(sample, samples)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Notices a loss that is not the mean of its samples' losses, as that of a language model.
+"""Notices a loss that is not the mean over what its weight counts, as that of a language model.
 
 What the model returns for some samples is recorded. The gradient of their loss with respect to it
 is compared with the gradients of the losses of three parts. With `G` and `G_p` the gradients with
@@ -35,6 +35,7 @@ from poplar.zero.checks.recorded_loss import (
     is_loss,
 )
 from poplar.zero.micro_batch_loss import LossFunction
+from poplar.zero.micro_batches import Weight
 from poplar.zero.preserved_state import (
     model_preserved,
     random_state_preserved,
@@ -59,9 +60,14 @@ _ELSE = "or the gradient depends on how a batch is split (poplar.verify shows by
 
 
 def wrong_weight(
-    loss_fn: LossFunction, model: nn.Module, batch: Any, *, where: str = _TAKES_WEIGHT
+    loss_fn: LossFunction,
+    model: nn.Module,
+    batch: Any,
+    *,
+    weight: Weight | None = None,
+    where: str = _TAKES_WEIGHT,
 ) -> str | None:
-    """Why the number of samples is the wrong weight for a loss, and what to do; None: it is right.
+    """Why the weight of a loss is wrong, and what to do; None: it is right.
 
     The model runs in evaluation mode, so dropout plays no part. Losses that raise there, random
     losses and compiled models tell nothing: None.
@@ -70,11 +76,12 @@ def wrong_weight(
         loss_fn: as for `train_step`.
         model: whose parameters have their values.
         batch: samples as in training.
+        weight: as for `train_step`; None: the number of samples.
         where: where the user passes `weight=`, after "pass weight=...".
     """
     try:
         samples = min(pytree.samples_in(batch), MOST_SAMPLES)
-        if samples < 2 or _is_compiled(model):
+        if samples < 2 or is_compiled(model):
             return None
         recorded = RecordedLoss(model, loss_fn, pytree.take(batch, range(samples)))
         preserved = model_preserved(model, next(model.parameters()).device)
@@ -83,16 +90,18 @@ def wrong_weight(
             with recorded.recording():
                 whole = recorded.loss(recorded.batch).item()
             try:
-                found = _wrong_weight(recorded, samples, where)
+                found = _wrong_weight(recorded, samples, where, weight)
             except Exception:
                 found = None
+            if weight is not None:
+                return found
             return found or (_coupled(samples, where) if _couples(recorded, whole) else None)
     except Exception:
         return None
 
 
 class FirstLossCheck:
-    """Warns in the first step if samples are the wrong weight for the loss.
+    """Warns in the first step if the weight of the loss is wrong.
 
     One rank looks, without communication.
     """
@@ -101,6 +110,7 @@ class FirstLossCheck:
         """`looks`: whether this is the rank that looks."""
         self._looks, self._reads = looks, False
         self._loss_fn: LossFunction | None = None
+        self._weight: Weight | None = None
         self._where = "to the loop over micro-batches, if it uses the model's own loss"
         self._first: RecordedLoss | None = None
         """A micro-batch of one sample, which is compared together with the next one."""
@@ -119,18 +129,20 @@ class FirstLossCheck:
         """Take the loss function of a loop that does not pass it, and where its weight belongs."""
         self._loss_fn, self._where = loss_fn, where
 
-    def watch_loop(self, model: nn.Module, batch: Any) -> None:
-        """Look at the first batch of a loop.
+    def watch_loop(self, model: nn.Module, batch: Any, weight: Weight | None = None) -> None:
+        """Look at the first batch of a loop, whose `weight` is as for `train_step`.
 
-        If its loss function was not told, the first call of the model shows its own loss, as
-        language models return it. A loss that the loop computes from outputs cannot be seen.
+        If its loss function was not told and it has no weight, the first call of the model shows
+        its own loss, as language models return it. A loss that the loop computes from outputs
+        cannot be seen.
         """
         looks, self._looks = self._looks, False
-        if not looks or _is_compiled(model):
+        if not looks or is_compiled(model):
             return
         if self._loss_fn is not None and self._reads:
-            _warn(wrong_weight(self._loss_fn, model, batch, where=self._where), stacklevel=5)
-        else:
+            found = wrong_weight(self._loss_fn, model, batch, weight=weight, where=self._where)
+            _warn(found, stacklevel=5)
+        elif weight is None:
             self._watch_own_loss(model)
 
     def _watch_own_loss(self, model: nn.Module) -> None:
@@ -150,14 +162,16 @@ class FirstLossCheck:
 
         recorded.record_one(look)
 
-    def watched(self, loss_fn: LossFunction) -> LossFunction:
+    def watched(self, loss_fn: LossFunction, weight: Weight | None = None) -> LossFunction:
         """The loss function, which looks at the first micro-batches for which it is called.
+
+        `weight` is as for `train_step`.
 
         Afterwards it calls `loss_fn` again for parts of them.
         """
 
         def watched(model: nn.Module, batch: Any) -> Tensor:
-            if not self._looks or _is_compiled(model):
+            if not self._looks or is_compiled(model):
                 return loss_fn(model, batch)
             recorded = RecordedLoss(model, loss_fn, batch)
             with recorded.recording():
@@ -165,6 +179,7 @@ class FirstLossCheck:
             self._look(recorded, "to train_step", 10)
             return loss
 
+        self._weight = weight
         return watched if self._looks else loss_fn
 
     def _look(self, recorded: RecordedLoss, where: str, stacklevel: int) -> None:
@@ -188,7 +203,7 @@ class FirstLossCheck:
             return None
         few = max(2, min(samples, MOST_SAMPLES, _MOST_BYTES * samples // (recorded.bytes() + 1)))
         with random_state_preserved(next(recorded.model.parameters()).device):
-            return _wrong_weight(recorded, few, where)
+            return _wrong_weight(recorded, few, where, self._weight)
 
 
 def _warn(found: str | None, stacklevel: int) -> None:
@@ -196,7 +211,9 @@ def _warn(found: str | None, stacklevel: int) -> None:
         warnings.warn(found, stacklevel=stacklevel)
 
 
-def _wrong_weight(recorded: RecordedLoss, samples: int, where: str) -> str | None:
+def _wrong_weight(
+    recorded: RecordedLoss, samples: int, where: str, weight: Weight | None
+) -> str | None:
     """As `wrong_weight`, of the first samples of a loss that was recorded.
 
     It may raise if nothing can be told. Rows of equal samples fit both orders; then the loss must
@@ -206,32 +223,52 @@ def _wrong_weight(recorded: RecordedLoss, samples: int, where: str) -> str | Non
     for views_first in (True, False):
         with suppress(OtherCallsError):
             parts = _Parts.of(replace(recorded, views_first=views_first), samples)
-            found = None if parts is None else _explained(parts, where)
+            found = None if parts is None else _explained(parts, where, weight)
             if found is None:
                 return None
     return found
 
 
-def _explained(parts: _Parts, where: str) -> str | None:
-    if parts.fit([size / parts.samples for size in parts.sizes]):
+def fitting_weights(
+    recorded: RecordedLoss, samples: int, weights: Mapping[str, Weight]
+) -> set[str]:
+    """The names of the weights with which parts of a recorded loss add up to the whole.
+
+    "sum" is among them if the loss is a sum. It may raise if nothing can be told.
+    """
+    names: set[str] = set()
+    for views_first in (True, False):
+        with suppress(OtherCallsError):
+            parts = _Parts.of(replace(recorded, views_first=views_first), samples)
+            if parts is not None:
+                names |= {name for name, weight in weights.items() if parts.fit_weight(weight)}
+                names |= {"sum"} if parts.fit_sum() else set()
+    return names
+
+
+def _explained(parts: _Parts, where: str, weight: Weight | None) -> str | None:
+    if parts.fit_weight(weight):
         return None
-    if parts.count > 1 and parts.fit([1.0] * len(parts.sizes)):
+    counted = "samples" if weight is None else "what weight= returns"
+    if weight is not None and parts.fit_weight(None):
+        return f"the loss is a mean over samples, not over {counted}: pass no weight= {where}"
+    if parts.fit_sum():
         return (
             "the loss is a sum over samples, perhaps divided by a constant, and not their mean: "
             f"return the mean, or pass loss='sum' {where} (loss='global_mean' if it is divided by "
             f"the number of samples on all ranks), {_ELSE}"
         )
-    for expression, weight in _countings(parts.batch):
-        counts = [float(weight(part)) for part in parts.batches]
-        if sum(counts) and parts.fit([count / sum(counts) for count in counts]):
+    for expression, other in _countings(parts.batch):
+        if parts.fit_weight(other):
             over = "tokens" if "tokens(" in expression else "what counts in it"
             return (
-                f"the loss is a mean over {over}, not over samples: pass weight={expression} "
+                f"the loss is a mean over {over}, not over {counted}: pass weight={expression} "
                 f"{where}, {_ELSE}"
             )
     shares = parts.shares()
     if shares is None:
-        return _coupled(parts.samples, where)
+        # A loss that couples samples has no exact weight, so the given one may be meant.
+        return None if weight is not None else _coupled(parts.samples, where)
     listed = ", ".join(f"{share:.3g}" for share in shares)
     return (
         "the loss is a mean in which samples count differently (class weights, ignored labels, a "
@@ -304,6 +341,16 @@ class _Parts:
         error = _norm([whole - own for whole, own in zip(self.wholes, added, strict=True)])
         return error <= self.tolerance * max(_norm(self.wholes), _norm(added))
 
+    def fit_weight(self, weight: Weight | None) -> bool:
+        """Whether the loss is a mean over what `weight` counts; None: over samples."""
+        counts = self.sizes if weight is None else [float(weight(part)) for part in self.batches]
+        total = sum(counts)
+        return total > 0 and self.fit([count / total for count in counts])
+
+    def fit_sum(self) -> bool:
+        """Whether the loss is a sum."""
+        return self.count > 1 and self.fit([1.0] * len(self.sizes))
+
     def shares(self) -> list[float] | None:
         """The factors that fit, if there are some and they sum to 1."""
         factors = []
@@ -337,7 +384,8 @@ def _couples(recorded: RecordedLoss, whole: float) -> bool:
     return not abs(mean - whole) <= rounding * max(abs(whole), *map(abs, losses), 1e-12)
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model or a part of it is compiled, so calls of its modules are not seen."""
     return any(
         getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
         for module in model.modules()
