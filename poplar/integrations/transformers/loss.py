@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -10,11 +11,8 @@ from typing import Any, cast
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from poplar.data import pytree
-
-logger = logging.get_logger(__name__)
 
 IGNORED = -100
 """The label of tokens that do not count."""
@@ -40,17 +38,21 @@ class TrainerLoss:
 
     def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
         """The loss of collated inputs."""
+        weight = self._trainer.loss_weight(inputs)
+        loss = self.of(model, inputs)
+        self._trainer.pass_metrics.passed(weight)
+        return loss
+
+    def of(self, model: nn.Module, inputs: Any, factor: int = 1) -> Tensor:
+        """The loss of collated inputs, with this multiple of their number of items."""
         trainer = self._trainer
-        weight = trainer.loss_weight(inputs)
         items = items_in(trainer, inputs)
         if items is not None:
             # A micro-batch without items has a loss and a gradient of 0, not 0 / 0.
-            items = items.clamp(min=1).to(trainer.args.device)
+            items = factor * items.clamp(min=1).to(trainer.args.device)
         inputs = trainer._prepare_inputs(inputs)
         with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
-        trainer.pass_metrics.passed(weight)
-        return cast(Tensor, loss)
+            return cast(Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=items))
 
     def weight(self, inputs: Any) -> float:
         """What the mean loss of a micro-batch counts. It is asked before the passes of a step."""
@@ -76,12 +78,12 @@ def own_mean_weight(inputs: Any, shifted: bool) -> float:
     """
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() > 1:
-        logger.warning_once(
-            "the model takes no num_items_in_batch: its loss is weighted as a mean over the "
-            f"labels that are not {IGNORED}{', shifted by one' if shifted else ''}. If it is "
-            "another mean, override loss_weight(inputs) of the trainer"
-        )
         return float((labels[..., 1:] if shifted else labels).ne(IGNORED).sum())
+    return samples_of(inputs)
+
+
+def samples_of(inputs: Any) -> float:
+    """The number of samples in the inputs of a micro-batch."""
     try:
         return float(pytree.samples_in(inputs))
     except ValueError:
@@ -136,6 +138,17 @@ class PassMetrics:
             yield
         finally:
             self._collects = False
+
+    @contextlib.contextmanager
+    def discarding(self) -> Iterator[None]:
+        """As `collecting`, of passes that are not in the step; drops what they collect."""
+        own, names = vars(self._trainer), ("_metrics", "_total_train_tokens")
+        before = copy.deepcopy({name: own[name] for name in names if name in own})
+        try:
+            with self.collecting():
+                yield
+        finally:
+            own.update(before)
 
     def restart_step(self) -> None:
         """Drop what was collected in this step."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from poplar.optimizer import HeteroZeroOptimizer
+from poplar.zero.collective_calls import collective
+from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.optimizers.granularity import OptimizerFactory
+from poplar.zero.steps.evaluation import Evaluation
 from poplar.zero.steps.step_result import StepResult
 
 
@@ -100,6 +104,17 @@ class TrainerOptimizer(HeteroZeroOptimizer):
         self.result, self._completed = result, False
         return result
 
+    @collective
+    @torch.no_grad()
+    def loss_before_step(self, loss_fn: LossFunction, batches: Iterable[Any]) -> float:
+        """As `evaluate`, with the same weight for all batches, which may be of the next step.
+
+        Collective.
+        """
+        training = self._training
+        loss_fn = training.calls.of_user(loss_fn)
+        return Evaluation(training.engine, loss_fn, _one, training.splitter).run(batches)
+
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Does nothing after `train_step`, which has updated the parameters.
 
@@ -126,6 +141,10 @@ class TrainerOptimizer(HeteroZeroOptimizer):
         is read from the device.
         """
         return self._may_skip and self.result is not None and self.result.skipped
+
+
+def _one(_batch: Any) -> float:
+    return 1.0
 
 
 def _kept_in_32_bits(

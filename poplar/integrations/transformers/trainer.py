@@ -50,8 +50,10 @@ from poplar.integrations.transformers.loss import (
     TrainerLoss,
     items_in,
     own_mean_weight,
+    samples_of,
 )
 from poplar.integrations.transformers.optimizer import TrainerOptimizer
+from poplar.integrations.transformers.what_counts import WhatCounts
 from poplar.monitoring import Logger, Monitor, Progress, RunFile
 from poplar.tuning.autotune import Tuned, tune
 from poplar.values.plan import Plan
@@ -128,6 +130,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         self._train_batch_size = self.args.train_batch_size
         self.collate_train: Collate = self.data_collator
         self.pass_metrics = PassMetrics(self)
+        own_weight = type(self).loss_weight is not PoplarTrainerMixin.loss_weight
+        self.what_counts = WhatCounts(self, given=own_weight)
         self._scaler = GradScaler(self.args.device.type) if self.args.fp16 else None
         self._loggers = tuple(loggers)
         self._monitor: Monitor | None = None
@@ -323,7 +327,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 example,
                 lengths=lengths,
                 global_batch=global_batch,
-                weight=loss.weight,
+                loss="global_mean",  # no check of the weight, which changes no plan
                 max_norm=self._max_norm(),
                 profile=self._profile,
                 recompute="never" if checkpointed else "auto",
@@ -403,12 +407,14 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if self._monitor is None:
             self._monitor = self._start_monitor()
         self.model.train()
+        self.what_counts.look(inputs)
         with self.pass_metrics.collecting():
             loss_fn = TrainerLoss(self)
             result = self.optimizer.train_step(
                 loss_fn,
                 inputs,
                 weight=loss_fn.weight,
+                loss="global_mean" if self.what_counts.name == "sum" else "mean",
                 max_norm=self._max_norm(),
                 scaler=self._scaler,
             )
@@ -439,11 +445,13 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         return super().prediction_step(*args, **kwargs)
 
     def loss_weight(self, inputs: Any) -> float:
-        """What the mean loss of a micro-batch counts: the items that `Trainer` counts.
+        """What the mean loss of a micro-batch counts: the items that `Trainer` counts, or samples.
 
-        Override it if `compute_loss` returns another mean, such as one over samples. If the model
-        takes no `num_items_in_batch`, it is a mean over labels that are not -100, or over samples.
+        The first step shows which it is, or that the loss is a sum. Override it if `compute_loss`
+        returns another mean.
         """
+        if self.what_counts.name != "items":
+            return samples_of(inputs)
         items = items_in(self, inputs)
         if items is not None:
             return float(items)
