@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 from torch.utils.checkpoint import checkpoint
 
 from poplar import ops
@@ -136,7 +137,28 @@ def partly_unused(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)
 
 
-USES = (plain, twice, changed_in_place, checkpointed, checkpointed_twice, in_bf16, partly_unused)
+def at_another_input(layer: nn.Module, x: Tensor) -> Tensor:
+    first = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(layer(first).square().sum(), first)
+    return layer(x + gradient.sign())
+
+
+def at_another_checkpointed_input(layer: nn.Module, x: Tensor) -> Tensor:
+    first = x.detach().requires_grad_()
+    checkpointed(layer, first).square().sum().backward(inputs=[first])
+    return checkpointed(layer, x + first.grad.sign())
+
+
+def in_the_same_graph(layer: nn.Module, x: Tensor) -> Tensor:
+    y = twice(layer, x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    return y * (1 + gradient.square().sum())
+
+
+USES = (
+    *(plain, twice, changed_in_place, checkpointed, checkpointed_twice, in_bf16, partly_unused),
+    *(at_another_input, at_another_checkpointed_input, in_the_same_graph),
+)
 
 
 @pytest.mark.parametrize("use", USES)
@@ -178,6 +200,50 @@ def test_a_forward_without_gradients_captures_nothing():
     layer.weight.requires_grad_(False)
     layer(torch.ones(3, 7)).sum().backward()
     assert forward.captured == []
+
+
+@pytest.mark.parametrize("is_among", [False, True])
+def test_a_backward_to_some_tensors_captures_rows_if_the_weight_is_among_them(is_among):
+    layer, forward = layer_and_forward()
+    x = torch.ones(3, 7, requires_grad=True)
+    wanted = [x, layer.weight] if is_among else [x, layer.bias]
+    layer(x).sum().backward(inputs=wanted)
+    assert sum(len(x) for x, _ in forward.captured) == (3 if is_among else 0)
+
+
+def test_the_gradient_of_the_weight_alone_cannot_be_computed():
+    layer, forward = layer_and_forward()
+    loss = layer(torch.ones(3, 7)).sum()
+    with pytest.raises(RuntimeError, match=r"autograd\.grad with respect to 'a\.weight'"):
+        torch.autograd.grad(loss, layer.weight, allow_unused=True)
+    assert forward.captured == []
+
+
+def masked(layer: nn.Linear, x: Tensor) -> Tensor:
+    mask = torch.arange(35.0).view(5, 7)
+    return functional_call(layer, {"weight": layer.weight * mask}, (x,))
+
+
+def mapped(layer: nn.Linear, x: Tensor) -> Tensor:
+    return vmap(layer)(x)
+
+
+def hooked(layer: nn.Linear, x: Tensor) -> Tensor:
+    layer.weight.register_hook(lambda gradient: 2 * gradient)
+    return layer(x)
+
+
+@pytest.mark.parametrize("use", [masked, mapped, hooked])
+def test_a_gradient_that_is_not_the_product_of_rows_is_that_of_autograd(use):
+    layer, forward = layer_and_forward()
+    forward.remove()
+    reference = copy.deepcopy(layer)
+    forward.install()
+    x = torch.randn(3, 7)
+    for each in (layer, reference):
+        use(each, x).square().sum().backward()
+    assert forward.captured == []
+    torch.testing.assert_close(layer.weight.grad, reference.weight.grad)
 
 
 def test_inputs_may_change_after_the_backward_but_not_before():

@@ -1,7 +1,8 @@
 """Captures the rows of a factored layer in forward and backward.
 
 Autograd sees the weight as a constant, so it computes the gradients of input and bias only. In the
-backward of a call, its inputs and output gradients are captured.
+backward of a call, its inputs and output gradients are captured, if that backward would accumulate
+the gradient of the weight: `autograd.grad` with respect to an input accumulates nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class CapturingForward:
     def __init__(self, module: nn.Linear, name: str) -> None:
         """`name`: of the weight, for errors."""
         self.module, self.name = module, name
+        self._weight = module.weight
         self.token = torch.zeros((), device=module.weight.device, requires_grad=True)
         """An input of every call of the layer: autograd accumulates its gradient when the backward
         has passed all of them, as it would with the gradient of the weight."""
@@ -49,14 +51,44 @@ class CapturingForward:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, input: Tensor) -> Tensor:
         weight, bias = self.module.weight, self.module.bias
-        if not torch.is_grad_enabled() or not weight.requires_grad:
+        if not torch.is_grad_enabled() or not self._captures(weight):
             return F.linear(input, weight, bias)
         outputs, inputs = weight.shape
         # Two dimensions: the output is then no view, which a function may not write in place.
         x_rows = input.reshape(-1, inputs)
         y = F.linear(x_rows, weight.detach(), bias)
-        y = _captured(y, x_rows.detach(), self.token, self)
+        y = _captured(y, x_rows.detach(), self.token, weight, self)
         return y if input.dim() == 2 else y.view(*input.shape[:-1], outputs)
+
+    def _captures(self, weight: Tensor) -> bool:
+        """Whether the gradient of the layer's parameter is the product of the rows of this call.
+
+        It is not if `functional_call` or a parametrization has put another tensor in the place of
+        the parameter, in a transform of `torch.func`, or if the user has registered a hook that may
+        change the gradient. Autograd then computes what it is; if anything of it reaches the
+        parameter, `FactoredParameter.check_gradients` raises.
+        """
+        return (
+            weight is self._weight
+            and weight.requires_grad
+            and not weight._backward_hooks
+            and torch._C._functorch.peek_interpreter_stack() is None
+        )
+
+    def would_accumulate(self, accumulator: Any) -> bool:
+        """Whether the running backward would accumulate the gradient of the weight.
+
+        Args:
+            accumulator: the node of the graph that accumulates gradients of the weight.
+        """
+        try:
+            return torch._C._will_engine_execute_node(accumulator)
+        except RuntimeError as error:  # torch cannot tell if the weight is an input of the call
+            raise RuntimeError(
+                f"autograd.grad with respect to {self.name!r}, whose gradient is sent as factors "
+                "and never computed as a whole; leave its layer out of Plan.factored (autotune and "
+                "search: factored='never')"
+            ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has the plain `forward`: it does not belong to the engine."""
@@ -67,11 +99,14 @@ class _Capture(torch.autograd.Function):
     """The identity on `y`. Its backward captures the gradient of `y` with the saved `x`.
 
     `x` is a saved tensor, so autograd raises if it is changed in place before the backward, and
-    activation checkpointing drops and recomputes it.
+    activation checkpointing drops and recomputes it. `weight` is an input without a gradient: its
+    place in the graph shows which calls of autograd would accumulate one.
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, token: Tensor, layer: CapturingForward) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, token: Tensor, weight: Tensor, layer: CapturingForward
+    ) -> Tensor:
         ctx.mark_dirty(y)  # not a view: the user may change it in place, as in ReLU(inplace=True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
@@ -87,10 +122,13 @@ class _Capture(torch.autograd.Function):
                 "Plan.factored"
             )
         if dy is None:
-            return None, None, None, None
+            return None, None, None, None, None
+        *_, (accumulator, _) = ctx.next_functions
+        if not ctx.layer.would_accumulate(accumulator):
+            return dy, None, None, None, None
         (x,) = ctx.saved_tensors
         ctx.layer.capture(x, dy)
-        return dy, None, dy.new_zeros((), dtype=torch.float32), None
+        return dy, None, dy.new_zeros((), dtype=torch.float32), None, None
 
 
-_captured: Callable[[Tensor, Tensor, Tensor, CapturingForward], Tensor] = _Capture.apply
+_captured: Callable[[Tensor, Tensor, Tensor, Tensor, CapturingForward], Tensor] = _Capture.apply

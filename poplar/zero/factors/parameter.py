@@ -73,8 +73,9 @@ class FactoredParameter(FlatParameter):
             raise RuntimeError(
                 f"{self.names[0]} got a gradient of its own, but Plan.factored names its layer, so "
                 "only what the forward of the layer captures is sent; call the layer instead of "
-                "using its weight, or leave the layer out of Plan.factored (autotune and search: "
-                "factored='never')"
+                "using its weight, without functional_call on tensors computed from the weight, "
+                "torch.func and hooks on its gradient, or leave the layer out of Plan.factored "
+                "(autotune and search: factored='never')"
             )
 
     def held_gradients(self) -> list[Tensor]:
