@@ -63,9 +63,14 @@ class PassSettings(NamedTuple):
     """Factor for this rank's gradients."""
 
 
+def running_backward() -> int:
+    """The number of the backward that autograd runs; -1: none. Later ones have larger numbers."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether autograd is running, so that a forward is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return running_backward() != -1
 
 
 class CollectivePass(ABC):
@@ -93,6 +98,9 @@ class CollectivePass(ABC):
         """By number of a forward call, its unit."""
         self._first_visit: dict[Unit, int] = {}
         self._backward_visit: int | None = None
+        self._accumulated_in = -1
+        """The last backward that has accumulated a gradient: `autograd.grad` in a loss runs one
+        that accumulates none."""
         self._outputs: set[tuple[object, int]] = set()
         self._ready_gradients: dict[FlatParameter, set[nn.Parameter]] = {}
         self._complete: dict[FlatParameter, None] = {}
@@ -182,6 +190,7 @@ class CollectivePass(ABC):
                 "losses first, and use activation checkpointing with use_reentrant=False"
             )
         flat.check_gradients(parameter)
+        self._accumulated_in = running_backward()
         if not self.mode.has_gradients:
             flat.drop_parameter_gradients()
             return
@@ -285,6 +294,13 @@ class CollectivePass(ABC):
 
     def _order_error(self, unit: Unit) -> OutOfOrder:
         if self._backward_visit is not None and not in_backward():
+            if self._accumulated_in == -1:
+                return OutOfOrder(
+                    f"rank {self._control.group.name}: a forward of unit {unit.name!r} after "
+                    "autograd.grad in this micro-batch, which the first pass did not have. Where "
+                    "parameters are sharded (stage 3), a loss must call it in all passes, or in "
+                    "none; else use stage 2"
+                )
             return OutOfOrder(
                 f"rank {self._control.group.name}: a forward of unit {unit.name!r} after the "
                 "backward of this micro-batch. Run one forward and one backward per micro-batch: "

@@ -23,6 +23,7 @@ from poplar.zero.passes.collective_pass import (
     Mode,
     PassSettings,
     ReplayPass,
+    running_backward,
 )
 from poplar.zero.stages.strategy import Strategy
 from poplar.zero.unit import Unit
@@ -69,8 +70,14 @@ class LeadingPass(RecordingPass):
         self._number = {flat: number for number, flat in enumerate(self._flats)}
         self._visited: set[Unit] = set()
         self._visits_with_backward: set[int] = set()
+        """The forward calls whose outputs may receive gradients, and have received none."""
+        self._backward = -1
+        """The last backward that has entered a unit."""
+        self._left: list[FlatParameter] = []
+        """What belongs to units that this backward has left without all gradients."""
         self._all_unsharded = False
-        """Its backward unshards no more units."""
+        """The backward unshards no more units. Not of one that accumulates nothing, after which
+        the loss may run another forward."""
         self._last: Slot | None = None
         """The end of the pass, once it has been broadcast: no rank receives another slot then."""
 
@@ -92,16 +99,27 @@ class LeadingPass(RecordingPass):
         super().expect_backward(unit, visit)
 
     def enter_backward(self, unit: Unit, visit: int) -> None:
+        backward = running_backward()
+        if backward != self._backward:  # the first one, or one after `autograd.grad` in the loss
+            self._backward, self._backward_visit = backward, None
+            self._left.clear()
         if self._backward_visit is None:
             self._broadcast_skipped(len(self._units))
         self._broadcast_skipped_in_backward(visit)
         super().enter_backward(unit, visit)
+        self._visits_with_backward.discard(visit)
         # All earlier forward calls are of the root, which stays unsharded.
-        if all(earlier.resident for earlier in self._forward_order[:visit]):
+        if self._accumulates and all(each.resident for each in self._forward_order[:visit]):
             self._all_unsharded = True
             for flat in self._flats:
-                if self._unit_of[flat].resident and flat in self._complete:
+                is_complete = flat in self._complete and flat not in self.reduced
+                if self._unit_of[flat].resident and is_complete:
                     self._broadcast_reduction(flat)
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether a gradient has been accumulated in the backward, or in one that it has run."""
+        return self._accumulated_in >= self._backward
 
     def _gradients_complete(self, flat: FlatParameter) -> None:
         """Broadcast the reduction, unless it has to wait.
@@ -152,7 +170,8 @@ class LeadingPass(RecordingPass):
         """Broadcast skipped units between the last backward call and this one.
 
         Also the reductions of units that the backward has left without all gradients, as of frozen
-        parameters: in later passes, which may have them, they must not wait for the end.
+        parameters: in later passes, which may have them, they must not wait for the end. Once it
+        has accumulated a gradient: a later backward may follow one that accumulates none.
         """
         order, last = self._forward_order, self._backward_visit
         for place in range(len(order) - 1 if last is None else last, visit, -1):
@@ -161,9 +180,13 @@ class LeadingPass(RecordingPass):
                 continue
             if place != last:
                 self._broadcast_if_skipped(unit, place)
-            for flat in reversed(unit.trained if self.reduces else ()):
-                if flat not in self.reduced and unit not in order[:place]:
-                    self._broadcast_reduction(flat)
+            if self.reduces and unit not in order[:place]:
+                self._left += reversed(unit.trained)
+            if self._finishing or self._accumulates:
+                for flat in self._left:
+                    if flat not in self.reduced:
+                        self._broadcast_reduction(flat)
+                self._left.clear()
 
     def _broadcast_if_skipped(self, unit: Unit, place: int) -> None:
         """Broadcast a unit whose backward of a forward call this rank has not entered."""
