@@ -366,7 +366,8 @@ def _left_open(
 
 def _stages_not_compared(cluster: ClusterProfile) -> Iterator[str]:
     """One sentence if a search without `stages` looks for plans of some stages only."""
-    others = [stage for stage in ALL_STAGES if stage not in cluster.observed_stages]
+    known = {*cluster.observed_stages, *cluster.failed_stages}
+    others = [stage for stage in ALL_STAGES if stage not in known]
     if cluster.observed_stages and others:
         yield (
             f"no plan of stage {' or '.join(map(str, others))} was compared, with any change, "

@@ -66,7 +66,8 @@ def search(
         cluster: the measured profile.
         global_batch: samples of one optimizer step over all ranks.
         stages: ZeRO stages to choose from; None: those of which steps ran while the profile was
-            measured (`ClusterProfile.observed_stages`), all if none ran.
+            measured (`ClusterProfile.observed_stages`), all if none ran. Never those at which steps
+            failed (`ClusterProfile.failed_stages`).
         policy: `"exact"`, `"even_shares"` for engines without uneven shares (DDP, FSDP2), or a
             published policy to compare with: `"even"`, `"flops"`, `"paper"`.
         max_micro_batch: largest micro-batch on any rank; None: the largest that was measured.
@@ -155,7 +156,13 @@ def alternatives(
         may_host=policy == "exact" and host_state == "auto",
     )
     observed = cluster.observed_stages or ALL_STAGES
-    wanted = checked_stages(observed if stages is None else stages)
+    given_stages = checked_stages(observed if stages is None else stages)
+    wanted = [stage for stage in given_stages if stage not in cluster.failed_stages]
+    if not wanted:
+        raise ValueError(
+            f"steps of stage {' and '.join(map(str, given_stages))} failed while the profile was "
+            f"measured; search at other stages. Notes of the profile: {'; '.join(cluster.notes)}"
+        )
     may_factor = policy == "exact" and factored == "auto"
 
     def sending(given: Precision | Communication) -> tuple[Plan, ...]:

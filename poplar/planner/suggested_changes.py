@@ -72,8 +72,9 @@ def suggested_changes(
         return "" if stage is None else f"{change} at stage {stage}"
 
     highest = max(stages)
-    higher = [stage for stage in allowed.stages if stage > highest]
-    lower = [stage for stage in allowed.stages if stage < highest]
+    others = [stage for stage in allowed.stages if stage not in measured.failed_stages]
+    higher = [stage for stage in others if stage > highest]
+    lower = [stage for stage in others if stage < highest]
     fitting = (
         stage
         for stage in (*higher, *reversed(lower))

@@ -175,7 +175,7 @@ class Profiler:
 
     def observe(
         self, profile: ClusterProfile, plans: Sequence[Plan], report: Report
-    ) -> list[list[Observation]]:
+    ) -> trial_runs.Turns:
         """Run plans in turns: more turns if `measure_devices` met noise. See `run_in_turns`."""
         seconds = self.session.job.profile_seconds * STEPS
         return trial_runs.run_in_turns(

@@ -62,6 +62,14 @@ class OutOfMemoryInTrial(PoplarError):
         self.ranks = tuple(ranks)
 
 
+class Turns(NamedTuple):
+    """What `run_in_turns` has seen."""
+
+    observed: list[list[Observation]]
+    errors: dict[int, Exception]
+    """By stage at which plans cannot run, the error of this rank."""
+
+
 def run_trial(
     run: Callable[[], T],
     what: str,
@@ -215,11 +223,13 @@ def run_in_turns(
     seconds: float,
     noise: float,
     report: Report,
-) -> list[list[Observation]]:
+) -> Turns:
     """Run plans in turns. Collective.
 
     The slowdowns of an observation compare plain passes before and after its plan with the profile.
-    A plan that runs out of memory is not observed.
+    A plan that runs out of memory is not observed. Nor are those of a stage at which a plan fails
+    on all ranks for another reason, such as a second-order gradient at stage 3: no plan of it can
+    train this model with this loss.
 
     Args:
         seconds: time budget; the first turn always runs.
@@ -227,22 +237,33 @@ def run_in_turns(
     """
     plain_seconds = _plain_seconds(profile, plans, seconds)
     turns: list[list[Observation]] = []
+    errors: dict[int, Exception] = {}
     for _ in take_turns(math.ceil(noise), seconds, session.from_first_rank):
         if not plans:
             break
         turns.append([])
         before = measure_slowdowns(session, profile, plans[0], plain_seconds)
         for plan in plans:
+            if plan.stage in errors:
+                continue
             try:
                 seen = run_plan(session, plan, steps=STEPS, report=report)
             except OutOfMemoryInTrial as short:
                 report(str(short))
                 plans = [other for other in plans if other != plan]
                 continue
+            except Exception as error:
+                if not is_agreed(error):
+                    raise
+                report(f"stage {plan.stage} is dropped: {error}")
+                errors[plan.stage] = error
+                plans = [other for other in plans if other.stage != plan.stage]
+                continue
             after = measure_slowdowns(session, profile, plan, plain_seconds)
             turns[-1].append(with_slowdowns(seen, before, after))
             before = after
-    return turns
+    observed = [[seen for seen in turn if seen.plan.stage not in errors] for turn in turns]
+    return Turns(observed, errors)
 
 
 def with_slowdowns(

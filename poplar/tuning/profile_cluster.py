@@ -74,7 +74,8 @@ def profile_cluster(
         progress: show on stderr of rank 0 what is being measured; default: True.
 
     Returns:
-        The same `ClusterProfile` on every rank. Its `notes` say if the machine was too noisy.
+        The same `ClusterProfile` on every rank. Its `notes` say if the machine was too noisy, and
+        which stages cannot train this model with this loss (`failed_stages`).
 
     Raises:
         ValueError, TypeError, RuntimeError: an argument of this rank is wrong, or ranks differ; or
@@ -149,7 +150,11 @@ def _folder(cache: bool | str | Path, *, warns: bool) -> Path | None:
 
 
 def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> ClusterProfile:
-    """Run calibration plans of every stage on the engine and fit the residuals."""
+    """Run calibration plans of every stage on the engine and fit the residuals.
+
+    Raises:
+        Exception: the first error of a plan, if no stage is left at which plans can run.
+    """
     plans: list[Plan] = []
     notes = list(profile.notes)
     longest = profiler.longest_observed_pass(sum(calibration.PASSES_OBSERVED))
@@ -159,13 +164,20 @@ def _calibrated(profiler: Profiler, profile: ClusterProfile, report: Report) -> 
         except NoPlanFits as error:
             error.allow_only(stages_of(profiler.session.setup.classes))
             notes.append(f"stage {stage} was not run: {error}")
-    turns = profiler.observe(profile, plans, report)
+    turns, errors = profiler.observe(profile, plans, report)
+    if errors and errors.keys() >= {plan.stage for plan in plans}:
+        raise next(iter(errors.values()))
+    told = profiler.session.from_first_rank({stage: str(error) for stage, error in errors.items()})
+    notes += [
+        f"stage {stage} cannot train this model with this loss: {why}"
+        for stage, why in sorted(told.items())
+    ]
     observed = {seen.plan for turn in turns for seen in turn}
     notes += [
         f"a step of stage {plan.stage} with micro-batches {plan.micro_batches} ran out of memory"
         for plan in plans
-        if plan not in observed
+        if plan not in observed and plan.stage not in errors
     ]
-    profile = profiler.with_later_memory(profile)
+    profile = profiler.with_later_memory(replace(profile, failed_stages=tuple(sorted(errors))))
     profile = calibration.fit(profile, turns, asynchronous=profiler.session.asynchronous)
     return replace(profile, notes=(*noise_notes(profile.devices), *notes))

@@ -492,6 +492,10 @@ class ClusterProfile(Document):
     observed_stages: Annotated[tuple[Stage, ...], ALL_DIFFERENT] = ()
     """ZeRO stages of the steps that ran; empty: none ran. Steps of other stages are predicted
     without what only a step shows, so they look faster."""
+    failed_stages: Annotated[tuple[Stage, ...], ALL_DIFFERENT] = ()
+    """ZeRO stages at which a step failed on all ranks, not for lack of memory: they cannot train
+    this model with this loss, as stage 3 with second-order gradients. No plan of them is searched
+    for; `notes` has the errors."""
     identity: Mapping[str, str] = field(default_factory=dict, hash=False)
     """What was measured: model, dtype, versions, devices. A cached profile is used only if all
     entries are the same."""

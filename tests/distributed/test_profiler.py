@@ -356,7 +356,7 @@ def test_noise_leads_to_more_turns(noise, seconds, turns):
         mock.patch.object(trial_runs, "run_plan", run),
         mock.patch.object(trial_runs, "measure_slowdowns", slowdowns),
     ):
-        seen = trial_runs.run_in_turns(
+        seen, errors = trial_runs.run_in_turns(
             session,  # type: ignore[arg-type]
             known,
             plans,
@@ -365,6 +365,7 @@ def test_noise_leads_to_more_turns(noise, seconds, turns):
             report=lambda text: None,
         )
     assert ran == [(plan, STEPS) for plan in plans] * turns
+    assert errors == {}
     assert [[observation.plan for observation in turn] for turn in seen] == [plans] * turns
     between = [observation.slowdowns[0] for observation in seen[0]]
     assert between == [1.5, 2.5, 3.5, 4.5], "the mean of the plain passes before and after"
