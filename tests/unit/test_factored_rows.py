@@ -246,6 +246,14 @@ def test_a_gradient_that_is_not_the_product_of_rows_is_that_of_autograd(use):
     torch.testing.assert_close(layer.weight.grad, reference.weight.grad)
 
 
+def test_a_hook_that_is_registered_before_the_backward_raises():
+    layer, _ = layer_and_forward()
+    loss = layer(torch.ones(3, 7)).sum()
+    layer.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(RuntimeError, match=r"a hook was registered on 'a\.weight'"):
+        loss.backward()
+
+
 def test_inputs_may_change_after_the_backward_but_not_before():
     layer, forward = layer_and_forward()
     x = torch.ones(3, 7)

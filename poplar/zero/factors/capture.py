@@ -71,9 +71,14 @@ class CapturingForward:
         return (
             weight is self._weight
             and weight.requires_grad
-            and not weight._backward_hooks
+            and not self.has_hooks
             and torch._C._functorch.peek_interpreter_stack() is None
         )
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the user has registered hooks on the gradient of the layer's weight."""
+        return bool(self._weight._backward_hooks)
 
     def would_accumulate(self, accumulator: Any) -> bool:
         """Whether the running backward would accumulate the gradient of the weight.
@@ -126,6 +131,12 @@ class _Capture(torch.autograd.Function):
         *_, (accumulator, _) = ctx.next_functions
         if not ctx.layer.would_accumulate(accumulator):
             return dy, None, None, None, None
+        if ctx.layer.has_hooks:
+            raise RuntimeError(
+                f"a hook was registered on {ctx.layer.name!r} after the forward of its layer, but "
+                "its gradient is sent as factors and never computed as a whole; leave the layer "
+                "out of Plan.factored (autotune and search: factored='never')"
+            )
         (x,) = ctx.saved_tensors
         ctx.layer.capture(x, dy)
         return dy, None, dy.new_zeros((), dtype=torch.float32), None, None
