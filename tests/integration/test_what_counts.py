@@ -11,7 +11,7 @@ import torch
 from launched import PLANS, SHARES, as_launched, fresh_state, three_ranks
 from ranks import Pool
 from torch.utils.data import Dataset
-from trainers import Sentences, arguments, logged, padded
+from trainers import Sentences, arguments, logged, model_of, padded
 from transformers import (
     BertConfig,
     BertForTokenClassification,
@@ -156,6 +156,36 @@ def test_a_wrong_loss_weight_of_the_user_warns(three, tmp_path):
         assert f"{text}, but loss_weight(inputs) of the trainer" in message
         assert others == [[], []]
     assert three.run(warnings_of, CountsSamples, "mean", str(tmp_path)) == [[], [], []]
+
+
+class NotFiniteAtFirst(PoplarTrainer):
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, *args, **kwargs)
+        return loss if model.training or self.state.global_step else loss * float("nan")
+
+
+def name_after_a_loss_that_is_not_finite(folder: str) -> str:
+    as_launched()
+    options = {"poplar": PoplarArguments(plan=PLANS[0])}
+    return train(NotFiniteAtFirst, "mean", folder, SHARES, **options).what_counts.name
+
+
+def name_after_a_batch_without_labels(folder: str) -> str:
+    as_launched()
+    data = Sentences(60)
+    for sample in data.samples[:11]:
+        sample["labels"] = [-100] * len(sample["labels"])
+    args = arguments(folder, max_steps=STEPS, train_sampling_strategy="sequential", **SHARES)
+    options = {"train_dataset": data, "data_collator": padded}
+    plan = PoplarArguments(plan=PLANS[0])
+    trainer = PoplarTrainer(model_of("llama"), args, poplar=plan, **options)
+    trainer.train()
+    return trainer.what_counts.name
+
+
+def test_a_loss_that_tells_nothing_is_looked_at_again(three, tmp_path):
+    assert set(three.run(name_after_a_loss_that_is_not_finite, str(tmp_path))) == {"samples"}
+    assert set(three.run(name_after_a_batch_without_labels, str(tmp_path))) == {"items"}
 
 
 class OnlyInTraining(PoplarTrainer):

@@ -113,7 +113,7 @@ class TrainerOptimizer(HeteroZeroOptimizer):
         """
         training = self._training
         loss_fn = training.calls.of_user(loss_fn)
-        return Evaluation(training.engine, loss_fn, _one, training.splitter).run(batches)
+        return Evaluation(training.engine, loss_fn, lambda _: 1.0, training.splitter).run(batches)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Does nothing after `train_step`, which has updated the parameters.
@@ -141,10 +141,6 @@ class TrainerOptimizer(HeteroZeroOptimizer):
         is read from the device.
         """
         return self._may_skip and self.result is not None and self.result.skipped
-
-
-def _one(_batch: Any) -> float:
-    return 1.0
 
 
 def _kept_in_32_bits(

@@ -447,7 +447,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
     def loss_weight(self, inputs: Any) -> float:
         """What the mean loss of a micro-batch counts: the items that `Trainer` counts, or samples.
 
-        The first step shows which it is, or that the loss is a sum. Override it if `compute_loss`
+        The first steps show which it is, or that the loss is a sum. Override it if `compute_loss`
         returns another mean.
         """
         if self.what_counts.name != "items":

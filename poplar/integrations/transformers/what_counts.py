@@ -6,10 +6,11 @@ number: those with CTC (Wav2Vec2, HuBERT, WavLM) return a mean or a sum over utt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -20,6 +21,10 @@ from poplar.values.errors import CollectiveTimeout
 from poplar.zero.checks.loss_mean import fitting_weights, is_compiled
 from poplar.zero.checks.recorded_loss import RecordedLoss
 from poplar.zero.preserved_state import random_state_preserved
+
+Name = Literal["items", "samples", "sum"]
+_NAMES: tuple[Name, ...] = get_args(Name)
+"""The first of those that fit is taken."""
 
 MOST_LOOKS = 10
 """Steps that are looked at, at most. Where samples have as many items, they tell nothing."""
@@ -43,22 +48,24 @@ class WhatCounts:
         self._trainer, self._given = trainer, given
         self._uses_items: bool | None = None
         self._looks_left = MOST_LOOKS
-        self.name: Literal["items", "samples", "sum"] = "items"
+        self.name: Name = "items"
         """The loss is the mean over them, or the sum over samples."""
 
     def look(self, batch: MicroBatches) -> None:
         """Look at a batch of this rank before its step, unless it is known what counts. Collective.
 
-        A loss that raises tells nothing; the step raises what it does not only in evaluation mode.
+        A loss that raises only in evaluation mode tells nothing; the step raises other errors.
         """
         if not self._looks_left:
             return
         self._looks_left -= 1
-        self._trainer.optimizer._training.checks.loss.skip()  # for which `weight=` is right or not
+        self._trainer.optimizer._training.checks.loss.skip()  # this class checks the weight
         try:
             with self._trainer.pass_metrics.discarding():
                 if self._uses_items is None and not self._given:
                     self._uses_items = self._changes_with_items(batch)
+                    if self._uses_items is None:
+                        return
                 fits = {"items"} if self._uses_items else self._fitting(batch)
         except CollectiveTimeout:
             raise
@@ -77,41 +84,43 @@ class WhatCounts:
             )
 
     def _decide(self, fits: set[str]) -> None:
-        if "items" in fits:
-            return
-        if "samples" in fits:
-            self.name = "samples"
-        elif "sum" in fits:
-            self.name = "sum"
-        else:
-            self._warn(
-                "the loss does not use num_items_in_batch, and it cannot be told what it is a mean "
-                "over. It is weighted as a mean over the labels that are not -100, or over samples "
-                "with one label each. If it is another mean, override loss_weight(inputs) of the "
-                "trainer; if it is a sum, make it a mean (ctc_loss_reduction='mean')"
-            )
+        for name in _NAMES:
+            if name in fits:
+                self.name = name
+                return
+        self._warn(
+            "the loss does not use num_items_in_batch, and it cannot be told what it is a mean "
+            "over. It is weighted as a mean over the labels that are not -100, or over samples "
+            "with one label each. If it is another mean, override loss_weight(inputs) of the "
+            "trainer; if it is a sum, make it a mean (ctc_loss_reduction='mean')"
+        )
 
     def _warn(self, message: str) -> None:
         if self._trainer.is_world_process_zero():
             logger.warning(message)
 
-    def _changes_with_items(self, batch: MicroBatches) -> bool:
-        """Whether the loss is another one with twice the number of items. Collective."""
+    def _changes_with_items(self, batch: MicroBatches) -> bool | None:
+        """Whether the loss is another one with twice the number of items. Collective.
+
+        None: its value does not show it (0 if no label counts, or not finite).
+        """
         loss = TrainerLoss(self._trainer)
         one, two = (
             self._evaluate(partial(loss.of, factor=factor), self._few(batch)) for factor in (1, 2)
         )
+        if not one or not math.isfinite(one):
+            return None
         return not abs(one - two) <= _SAME * max(abs(one), abs(two))
 
     def _fitting(self, batch: MicroBatches) -> set[str]:
         """What may count in the loss: nothing if it cannot be told. Collective."""
         trainer, loss = self._trainer, TrainerLoss(self._trainer)
+        if is_compiled(trainer.model):
+            return set()
         recorded: list[RecordedLoss] = []
 
         def recording(model: nn.Module, inputs: Any) -> Tensor:
             one = RecordedLoss(model, loss.of, inputs)
-            if is_compiled(model):
-                return one.loss(inputs)
             recorded.append(one)
             with one.recording():
                 return one.loss(inputs)
@@ -140,5 +149,5 @@ class WhatCounts:
     def _evaluate(self, loss: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any]) -> float:
         """The loss in evaluation mode, equal on all ranks. Collective."""
         optimizer = self._trainer.optimizer
-        with random_state_preserved(optimizer._training_parts().engine.trained[0].device):
+        with random_state_preserved(self._trainer.args.device):
             return float(optimizer.loss_before_step(loss, batches))
