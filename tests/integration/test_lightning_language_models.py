@@ -109,6 +109,11 @@ def test_losses_over_tokens_are_those_of_one_process(ranks, tmp_path, kind, stag
         assert found["samples"] == float(alone.callback_metrics["samples"])
 
 
+def test_the_check_of_the_first_loss_leaves_the_weights_of_its_passes(ranks, tmp_path):
+    """It asks for the weights of other parts. Ranks look where they have all parameters."""
+    test_losses_over_tokens_are_those_of_one_process(ranks, tmp_path, "llama", 1)
+
+
 def warnings_without_a_weight(folder: Path) -> tuple[list[str], float]:
     """What the first steps warn of, and how many samples the metric has seen in them."""
     module = LanguageModel("llama")

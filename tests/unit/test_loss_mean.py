@@ -151,6 +151,16 @@ def test_a_given_weight_is_compared_with_the_loss():
     assert wrong_weight(weighted, model, batch, weight=counted) is not None
 
 
+def test_a_loss_without_a_gradient_fits_any_weight():
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        losses = F.cross_entropy(model(batch["pixels"]), batch["labels"], reduction="none")
+        return (losses * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
+
+    batch = images(0, 6) | {"mask": torch.zeros(6)}
+    found = wrong_weight(loss_fn, classifier(), batch, weight=lambda part: part["mask"].sum())
+    assert found is None
+
+
 def test_a_masked_mean_is_no_sum_if_one_sample_counts():
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         losses = F.cross_entropy(model(batch["pixels"]), batch["labels"], reduction="none")

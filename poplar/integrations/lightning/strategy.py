@@ -299,7 +299,9 @@ class PoplarStrategy(DDPStrategy):
             optimizer.follow_drift(self._profile, replan=self._replan, leave_out="never")
         self._optimizer, self._owned = optimizer, module
         if self._given_plan is not None:  # else `autotune` has looked
-            optimizer._training.checks.loss.expect(self._discarded_loss, "to PoplarStrategy")
+            optimizer._training.checks.loss.expect(
+                self._discarded_loss, "to PoplarStrategy", self._weight
+            )
         self._check_autocast()
         self.optimizers, self.lr_scheduler_configs = [optimizer], schedulers
         rank_zero_info(str(self._plan))

@@ -125,9 +125,12 @@ class FirstLossCheck:
         """Whether this rank has the values of all parameters."""
         self._reads = reads
 
-    def expect(self, loss_fn: LossFunction, where: str) -> None:
-        """Take the loss function of a loop that does not pass it, and where its weight belongs."""
-        self._loss_fn, self._where = loss_fn, where
+    def expect(self, loss_fn: LossFunction, where: str, weight: Weight | None = None) -> None:
+        """Take the loss function of a loop that does not pass it, and where its weight belongs.
+
+        `weight`: what the user passes there, if the loop passes another function.
+        """
+        self._loss_fn, self._where, self._weight = loss_fn, where, weight
 
     def watch_loop(self, model: nn.Module, batch: Any, weight: Weight | None = None) -> None:
         """Look at the first batch of a loop, whose `weight` is as for `train_step`.
@@ -140,7 +143,8 @@ class FirstLossCheck:
         if not looks or is_compiled(model):
             return
         if self._loss_fn is not None and self._reads:
-            found = wrong_weight(self._loss_fn, model, batch, weight=weight, where=self._where)
+            given = self._weight or weight
+            found = wrong_weight(self._loss_fn, model, batch, weight=given, where=self._where)
             _warn(found, stacklevel=5)
         elif weight is None:
             self._watch_own_loss(model)
@@ -165,9 +169,7 @@ class FirstLossCheck:
     def watched(self, loss_fn: LossFunction, weight: Weight | None = None) -> LossFunction:
         """The loss function, which looks at the first micro-batches for which it is called.
 
-        `weight` is as for `train_step`.
-
-        Afterwards it calls `loss_fn` again for parts of them.
+        Afterwards it calls `loss_fn` again for parts of them. `weight` is as for `train_step`.
         """
 
         def watched(model: nn.Module, batch: Any) -> Tensor:
@@ -307,11 +309,14 @@ class _Parts:
 
     @classmethod
     def of(cls, recorded: RecordedLoss, samples: int) -> _Parts | None:
-        """None if the loss is random; raises if it cannot be computed for the parts."""
+        """None if the loss is random, or its gradient 0, to which any weights would fit.
+
+        It raises if the loss cannot be computed for the parts.
+        """
         batch = pytree.take(recorded.batch, range(samples))
         value, whole, replay = recorded.gradient(batch)
         again, same, _ = recorded.gradient(batch)
-        if value != again or not bool(whole.isfinite().all()):
+        if value != again or not bool(whole.isfinite().all() and whole.any()):
             return None
         if not torch.allclose(whole, same, rtol=1e-4, atol=0.0):
             return None

@@ -74,10 +74,10 @@ class LeadingPass(RecordingPass):
         self._backward = -1
         """The last backward that has entered a unit."""
         self._left: list[FlatParameter] = []
-        """What belongs to units that this backward has left without all gradients."""
+        """Flat parameters of units that it has left before all their gradients arrived."""
         self._all_unsharded = False
-        """The backward unshards no more units. Not of one that accumulates nothing, after which
-        the loss may run another forward."""
+        """The backward unshards no more units. False in one that accumulates nothing: the loss may
+        run another forward after it."""
         self._last: Slot | None = None
         """The end of the pass, once it has been broadcast: no rank receives another slot then."""
 
