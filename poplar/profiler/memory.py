@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from poplar.data import pytree
 from poplar.profiler.compilation import eagerly
 from poplar.profiler.unit_hooks import TrainedUnit, UnitWindows
+from poplar.system.storage import dense_parts
 from poplar.zero.opaque_parameter import component_tensors
 
 T = TypeVar("T")
@@ -167,7 +168,8 @@ class _LiveStorages(TorchDispatchMode):
 
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
     """The storages of all tensors in a pytree, by identity."""
-    storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    storages = [part.untyped_storage() for tensor in tensors for part in dense_parts(tensor)]
     return {storage._cdata: storage for storage in storages}
 
 
@@ -224,7 +226,9 @@ class KernelMemory:
 def _describe(leaf: Any) -> Hashable:
     """What memory depends on."""
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype
+        shape = () if leaf.is_nested else tuple(leaf.shape)
+        parts = ((tuple(t.shape), tuple(t.stride()), t.dtype) for t in dense_parts(leaf))
+        return shape, *parts
     return leaf if isinstance(leaf, Hashable) else repr(leaf)
 
 

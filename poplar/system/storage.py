@@ -1,4 +1,4 @@
-"""Storages: the memory of tensors as savers see it.
+"""Storages: the memory of tensors, as savers and the profiler see it.
 
 Savers look at storages: `torch.save` writes the whole storage of a tensor, and safetensors takes
 tensors of one storage for tied weights and drops all but one.
@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
@@ -28,3 +31,19 @@ def with_own_storage(tensor: Tensor) -> Tensor:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, 1-D. A single element may have any stride."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors with a storage that a sparse or nested tensor consists of; else itself alone."""
+    if tensor.is_nested:
+        if tensor.layout is torch.strided:
+            return [tensor.values(), tensor._nested_tensor_size()]
+        bounds = tensor.offsets(), tensor.lengths()
+        return [tensor.values(), *(each for each in bounds if each is not None)]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in _ROWS:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in _COLUMNS:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]

@@ -25,6 +25,7 @@ from poplar.profiler.memory import pass_bytes
 from poplar.profiler.model_profile import model_profile, trained_units
 from poplar.profiler.passes import Passes
 from poplar.profiler.unit_hooks import TrainedUnit
+from poplar.system.storage import dense_parts
 from poplar.values.communication import Communication
 from poplar.values.plan import UnitPlan
 from poplar.values.profile import ClusterProfile, DeviceProfile, NetworkProfile
@@ -321,3 +322,26 @@ def peak_over_input() -> float:
 def test_kernels_on_small_tensors_are_not_measured() -> None:
     x = torch.ones(1000)
     assert pass_bytes(lambda: double_beside_a_copy(x), CPU).peak == x.nbytes
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_count_by_their_indices_and_values(layout: torch.layout) -> None:
+    weight, dense = nn.Parameter(torch.ones(1000, 10)), torch.eye(1000)
+    parts = sum(part.nbytes for part in dense_parts(dense.to_sparse(layout=layout)))
+
+    def run() -> None:
+        matrix = dense.to_sparse(layout=layout)
+        (matrix @ weight).sum().backward()
+
+    assert pass_bytes(run, CPU).peak >= parts + weight.nbytes
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_count_by_their_values(layout: torch.layout) -> None:
+    rows, weight = [torch.ones(100, 8), torch.ones(300, 8)], nn.Parameter(torch.ones(8, 8))
+
+    def run() -> None:
+        nested = torch.nested.as_nested_tensor(rows, layout=layout)
+        (nested @ weight).values().sum().backward()
+
+    assert pass_bytes(run, CPU).peak >= 2 * 400 * 8 * 4

@@ -149,6 +149,14 @@ def test_batch_on_the_device_is_linear_in_its_samples():
     assert batch_bytes(example, torch.device("cpu")) == 0
 
 
+def test_sparse_tensors_of_a_batch_count_by_their_indices_and_values():
+    device = torch.device("meta")
+    indices = torch.zeros(2, 5, dtype=torch.int64, device=device)
+    values = torch.zeros(5, device=device)
+    matrix = torch.sparse_coo_tensor(indices, values, (9, 9))
+    assert batch_bytes({"adjacency": matrix}, device) == 2 * 5 * 8 + 5 * 4
+
+
 def test_shared_parameters_buffers_and_gradients_count_once():
     on_host = torch.device("cpu")
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
