@@ -69,7 +69,7 @@ class Workload:
         Raises:
             ValueError: the whole model is wanted, but it is on `meta`.
         """
-        batch = pytree.map_tensors(lambda tensor: tensor.to(device), self.example_batch)
+        batch = pytree.to(self.example_batch, device)
         moved, arguments = replace(self, example_batch=batch), self.optimizer_arguments
         if is_on_meta(self.model):
             if whole:

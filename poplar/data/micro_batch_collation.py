@@ -7,13 +7,13 @@ counted before they are collated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 
 from poplar.data import pytree
 from poplar.data.global_batch import resolve_rank
@@ -38,7 +38,8 @@ class MicroBatches(pytree.SplitsItself):
         """
         self._samples = list(samples)
         self._collate = collate
-        self._changes: tuple[Callable[[Tensor], Tensor], ...] = ()
+        self._changes: tuple[Callable[[Any], Any], ...] = ()
+        """Of what `collate` returns, one after the other."""
         self._collated: dict[tuple[int, int], Any] = {}
         self.split(sizes)
 
@@ -57,10 +58,8 @@ class MicroBatches(pytree.SplitsItself):
             for start, stop in bounds
             if stop > start
         }
-        # In new containers: a loss may take something out of them, and be run again.
-        return [
-            pytree.map_tensors(lambda tensor: tensor, self._collated.get(each)) for each in bounds
-        ]
+        # A loss may take something out of them, and be run again.
+        return [pytree.copied(self._collated.get(each)) for each in bounds]
 
     def select(self, indices: Sequence[int]) -> MicroBatches:
         """The samples at these positions, of which none are collated yet."""
@@ -72,29 +71,35 @@ class MicroBatches(pytree.SplitsItself):
         samples = self._samples[start:stop]  # which some collate functions change
         batch = self._collate([dict(s) if isinstance(s, dict) else s for s in samples])
         for change in self._changes:
-            batch = pytree.map_tensors(change, batch)
+            batch = change(batch)
         return batch
 
     def parts(self) -> list[Any]:
         """The micro-batches that have been collated."""
         return list(self._collated.values())
 
-    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> MicroBatches:
-        """The same micro-batches with `fn` applied to all tensors, also to those of later ones."""
-        mapped = self.select(range(len(self)))
-        mapped._changes += (fn,)
-        mapped._collated = {
-            bounds: pytree.map_tensors(fn, batch) for bounds, batch in self._collated.items()
-        }
-        return mapped
+    @property
+    def has_rows(self) -> bool:
+        """Whether the tensors of all `parts` have one row per sample."""
+        return all(
+            pytree.rows_are_samples(batch, stop - start)
+            for (start, stop), batch in self._collated.items()
+        )
+
+    def changed(self, change: Callable[[Any], Any]) -> MicroBatches:
+        """The batch whose micro-batches, also later ones, are `change(micro_batch)`."""
+        changed = self.select(range(len(self)))
+        changed._changes += (change,)
+        changed._collated = {bounds: change(batch) for bounds, batch in self._collated.items()}
+        return changed
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatches:
-        """The same micro-batches on `device`."""
-        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """The same micro-batches on `device`: all tensors, and objects that have a method `to`."""
+        return self.changed(partial(pytree.to, device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatches:
         """The same micro-batches in pinned memory; `DataLoader` calls it."""
-        return self.map_tensors(torch.Tensor.pin_memory)
+        return self.changed(pytree.pinned)
 
 
 class _Shared:

@@ -4,6 +4,9 @@ Tensors and lists with one value per sample are split; other values are passed o
 Supported containers: dicts, lists, tuples and their subclasses, `UserDict`s
 (Hugging Face's `BatchEncoding`), named tuples, dataclasses (also frozen and slotted). Containers
 are copied and never changed in place. A batch may also split itself, see `SplitsItself`.
+
+Instances of other classes are objects, such as graphs of another library. Their tensors are not
+seen, but objects can be copied, moved by their own methods, and pickled: see `object_content`.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from enum import Enum
+from functools import partial
 from itertools import accumulate, pairwise
+from pickle import PicklingError
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 PyTree = TypeVar("PyTree")
@@ -45,9 +52,20 @@ class SplitsItself(ABC):
     def parts(self) -> Sequence[Any]:
         """Pytrees with the tensors of this batch."""
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether the tensors of `parts` have one row per sample."""
+        return False
+
     @abstractmethod
-    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> SplitsItself:
-        """The batch with every tensor replaced by `fn(tensor)`."""
+    def changed(self, change: Callable[[Any], Any]) -> SplitsItself:
+        """The batch whose micro-batches are `change(micro_batch)`; `change` maps any pytree."""
+
+
+_NO_OBJECTS = (
+    *(Tensor, Mapping, list, tuple, SplitsItself, nn.Module),
+    *(Enum, type, FunctionType, MethodType, ModuleType),
+)
 
 
 def samples_in(batch: Any) -> int:
@@ -95,12 +113,16 @@ _COLLATE = (
 )
 
 
-def rows_are_samples(batch: Any, samples: int) -> bool:
-    """Whether what a collate function has made of so many samples has a row for each of them."""
+def rows_are_samples(batch: Any, samples: int | None = None) -> bool:
+    """Whether what a collate function has made of so many samples has a row for each of them.
+
+    None: whether all its tensors have the same number of rows.
+    """
     try:
-        return samples_in(batch) == samples
+        rows = samples_in(batch)
     except ValueError:  # such as rows of patches, of several images a sample
         return False
+    return samples is None or rows == samples
 
 
 def split(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
@@ -163,8 +185,72 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: PyTree) -> PyTree:
     if isinstance(tree, Tensor):
         return cast(PyTree, fn(tree))
     if isinstance(tree, SplitsItself):
-        return cast(PyTree, tree.map_tensors(fn))
+        return cast(PyTree, tree.changed(partial(map_tensors, fn)))
     return cast(PyTree, _rebuild(tree, lambda child: map_tensors(fn, child)))
+
+
+def copied(tree: PyTree) -> PyTree:
+    """A copy in which containers and objects are new, and tensors are the same.
+
+    A loss function may take something out of its batch, or set an attribute of an object in it. So
+    whatever runs a loss function again gives it a copy. A batch that splits itself is not copied,
+    because its micro-batches are copies.
+    """
+    return tree if isinstance(tree, SplitsItself) else _map_leaves(_copied_leaf, tree)
+
+
+def to(tree: PyTree, device: torch.device | str, *, non_blocking: bool = False) -> PyTree:
+    """The pytree on a device: its tensors, and copies of objects that have a method `to`."""
+    options = {"non_blocking": True} if non_blocking else {}
+    return _map_leaves(lambda leaf: _called(leaf, "to", device, **options), tree)
+
+
+def pinned(tree: PyTree) -> PyTree:
+    """The pytree in pinned memory: its tensors, and copies of objects that have `pin_memory`."""
+    return _map_leaves(lambda leaf: _called(leaf, "pin_memory"), tree)
+
+
+def objects(tree: Any) -> list[Any]:
+    """All objects of a pytree, and arrays of NumPy, in the order of its containers."""
+    if is_object(tree) or is_array(tree):
+        return [tree]
+    return [found for _, child in _children(tree) for found in objects(child)]
+
+
+def is_object(leaf: Any) -> bool:
+    """Whether it is of a class that may hold tensors which are not seen."""
+    if isinstance(leaf, _NO_OBJECTS) or dataclasses.is_dataclass(leaf):
+        return False
+    return hasattr(leaf, "__dict__") or hasattr(type(leaf), "__slots__")
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether it is an array or a number of NumPy, which PyTorch does not require."""
+    return type(leaf).__module__.partition(".")[0] == "numpy" and hasattr(leaf, "tobytes")
+
+
+def _map_leaves(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """The pytree with `fn` applied to its tensors and objects."""
+    if isinstance(tree, SplitsItself):
+        return cast(PyTree, tree.changed(partial(_map_leaves, fn)))
+    # Only its own methods know that the lengths in a packed sequence stay in host memory.
+    is_leaf = isinstance(tree, (Tensor, PackedSequence)) or is_object(tree)
+    return cast(PyTree, fn(tree) if is_leaf else _rebuild(tree, partial(_map_leaves, fn)))
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    if not is_object(leaf):
+        return leaf
+    try:
+        return copy.copy(leaf)
+    except (TypeError, copy.Error, PicklingError):  # what has no copies, such as an open file
+        return leaf
+
+
+def _called(leaf: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """What a method of a tensor or object returns; itself if it has none."""
+    own = getattr(_copied_leaf(leaf), method, None)  # of a copy: it may move the object itself
+    return own(*args, **kwargs) if callable(own) else leaf
 
 
 def _rows(tree: Any, samples: int, rows: slice | list[int]) -> Any:

@@ -147,7 +147,7 @@ def _measure(
 
 
 def _pass(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> None:
-    loss = loss_fn(model, batch)
+    loss = loss_fn(model, pytree.copied(batch))
     loss.backward()
     model.zero_grad(set_to_none=True)
     devices.synchronize(loss.device)

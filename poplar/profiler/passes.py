@@ -64,7 +64,7 @@ class Passes:
     _batches: dict[tuple[int, int | None], Any] = field(default_factory=dict)
 
     def batch(self, size: int, *, longest: bool = False) -> Any:
-        """A batch of `size` samples of the example.
+        """A batch of `size` samples of the example, in containers of its own.
 
         If there are `lengths`, it has a typical one or the `longest`, for which to plan memory.
         """
@@ -75,7 +75,7 @@ class Passes:
             available = pytree.samples_in(self.example)
             batch = pytree.take(self.example, [at % available for at in range(size)])
             self._batches[size, length] = batch if length is None else at_length(batch, length)
-        return self._batches[size, length]
+        return pytree.copied(self._batches[size, length])
 
     def step_batch(self, samples: int) -> Any:
         """A batch for an optimizer step, whose micro-batches have typical lengths."""
@@ -158,11 +158,11 @@ class Passes:
 
         A pause of the host is in one unit of one pass, so it changes no unit's median.
         """
-        batch, timed = self.batch(size), self._timed_units()
+        timed = self._timed_units()
 
         def once() -> tuple[UnitSeconds, UnitSeconds]:
             """Of the whole model as one unit, and of all units."""
-            losses: list[Tensor] = []
+            batch, losses = self.batch(size), list[Tensor]()
             clock = UnitClock(timed, self.device)
             with self.one_pass(size), clock.measuring():
                 clock.next_phase()
@@ -260,8 +260,8 @@ class _StepBatch(pytree.SplitsItself):
     def parts(self) -> list[Any]:
         return []
 
-    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> _StepBatch:
-        example = pytree.map_tensors(fn, self._passes.example)
+    def changed(self, change: Callable[[Any], Any]) -> _StepBatch:
+        example = change(self._passes.example)
         return _StepBatch(replace(self._passes, example=example, _batches={}), self._samples)
 
 

@@ -62,6 +62,16 @@ def hooked(x: Tensor) -> Tensor:
     return x
 
 
+def takes_targets(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    targets = batch.pop("y")
+    return F.mse_loss(model(batch["x"]), targets)
+
+
+def test_a_loss_may_take_something_out_of_its_batch() -> None:
+    exported = checked(Model(), takes_targets)
+    exported.check(batch(GLOBAL_BATCH), 0)
+
+
 def hooked_node(x: Tensor) -> Tensor:
     if x.grad_fn is not None:
         x.grad_fn.register_prehook(lambda gradients: (-gradients[0],))

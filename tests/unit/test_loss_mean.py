@@ -597,6 +597,32 @@ def test_micro_batches_of_one_sample_are_compared_together():
     assert warning_of_a_pass(preference, Head(), single) is None  # rows of two views are not joined
 
 
+def test_a_loss_may_take_the_labels_out_of_its_batch():
+    def takes_labels(model: nn.Module, batch: Batch) -> Tensor:
+        labels = batch.pop("steps")
+        scores = model(batch["sequence"])
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=255)
+
+    told = "tokens(ignore_index=255, shift=False, labels='steps')"
+    assert told in wrong_weight(takes_labels, Head(), batch_of(3))
+    assert told in warning_of_a_pass(takes_labels, Head(), [batch_of(3)])
+    single = [{key: value[i : i + 1] for key, value in batch_of(3).items()} for i in (0, 11)]
+    assert told in warning_of_a_pass(takes_labels, Head(), single)
+
+
+class TakesTargets(WithOwnLoss):
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return super().forward(targets=inputs.pop("targets"), **inputs)
+
+
+def test_a_model_with_its_own_loss_may_take_the_labels_out_of_its_inputs():
+    check = FirstLossCheck(looks=True)
+    model, batch = TakesTargets(Head()), batch_of(3)
+    check.watch_loop(model, None)
+    with pytest.warns(UserWarning, match="not the mean of its samples' losses"):
+        model({"values": batch["sequence"], "targets": batch["steps"]})["loss"].backward()
+
+
 def test_a_loop_over_a_model_with_its_own_loss_warns():
     model, batch = WithOwnLoss(Head()), batch_of(3)
     for inputs in ((batch["sequence"], batch["steps"]), ()):

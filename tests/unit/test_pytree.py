@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+import graphs
+import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from poplar.data import pytree
@@ -125,6 +129,63 @@ def test_split_gives_consecutive_parts(sizes):
     parts = [part["x"].tolist() for part in pytree.split(batch, sizes)]
     assert [len(part) for part in parts] == sizes
     assert [value for part in parts for value in part] == list(range(sum(sizes)))
+
+
+def test_a_copy_has_the_same_tensors_in_the_same_containers(batch):
+    copied = pytree.copied(batch)
+    assert shape(copied) == shape(batch)
+    assert isinstance(batch, (torch.Tensor, MappingProxyType)) or copied is not batch
+    for new, old in zip(pytree.tensors(copied), pytree.tensors(batch), strict=True):
+        assert new is old
+
+
+# Objects
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("kind", [Slotted, lambda x: graphs.Graphs(x=x)])
+def test_objects_are_copied_without_their_tensors(kind):
+    batch = {"graphs": [kind(column())]}
+    before = batch["graphs"][0]
+    tensor = before.x
+    copied = pytree.copied(batch)
+    copied["graphs"].pop().x = None
+    assert batch["graphs"] == [before]
+    assert before.x is tensor
+
+
+def test_objects_move_themselves_and_the_batch_stays_where_it_is():
+    batch = {"graphs": graphs.Graphs(x=column()), "y": column(), "other": Slotted(column())}
+    moved = pytree.to(batch, "meta", non_blocking=True)
+    assert [moved["graphs"].x.device.type, moved["y"].device.type] == ["meta"] * 2
+    assert [batch["graphs"].x.device.type, batch["y"].device.type] == ["cpu"] * 2
+    assert moved["other"].x is batch["other"].x  # it has no `to`
+
+
+def test_packed_sequences_keep_their_lengths_in_host_memory():
+    packed = pytree.to({"x": pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])}, "meta")["x"]
+    assert packed.data.device.type == "meta"
+    assert packed.batch_sizes.device.type == "cpu"
+
+
+def test_classes_modules_and_what_cannot_be_copied_are_passed_on(tmp_path):
+    with open(tmp_path / "file", "w") as file:
+        batch = [graphs.Graphs, nn.Linear(1, 1), file, math.sqrt, None, "to", 3, torch.float32]
+        for changed in (pytree.copied(batch), pytree.to(batch, "meta")):
+            assert all(new is old for new, old in zip(changed, batch, strict=True))
+    assert batch[1].weight.device.type == "cpu"
+
+
+def test_objects_and_arrays_are_found_in_containers():
+    first, second, array = graphs.Graphs(), Slotted(1), numpy.ones(2)
+    batch = {"a": [first, column()], "b": (array, UserDict(), {}), "c": second, "d": "text"}
+    assert [id(each) for each in pytree.objects(batch)] == [id(first), id(array), id(second)]
 
 
 # Values that are not tensors

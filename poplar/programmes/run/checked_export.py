@@ -190,7 +190,7 @@ class CheckedExport:
 
     def _eager_loss(self, batch: Any) -> Tensor:
         with HooksRefused():
-            return self._loss_fn(self.model, batch)
+            return self._loss_fn(self.model, pytree.copied(batch))
 
     def _dtypes(self) -> Iterator[torch.dtype]:
         """The dtypes of the values that are computed, also under autocast."""

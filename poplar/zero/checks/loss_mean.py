@@ -175,7 +175,7 @@ class FirstLossCheck:
         def watched(model: nn.Module, batch: Any) -> Tensor:
             if not self._looks or is_compiled(model):
                 return loss_fn(model, batch)
-            recorded = RecordedLoss(model, loss_fn, batch)
+            recorded = RecordedLoss(model, loss_fn, pytree.copied(batch))
             with recorded.recording():
                 loss = loss_fn(model, batch)
             self._look(recorded, "to train_step", 10)

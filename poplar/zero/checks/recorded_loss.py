@@ -79,7 +79,7 @@ class RecordedLoss:
 
     def loss(self, batch: Any) -> Tensor:
         """The loss function of a batch, in a forward or a replay."""
-        return check_scalar(self.loss_fn(self.model, batch))
+        return check_scalar(self.loss_fn(self.model, pytree.copied(batch)))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -96,13 +96,14 @@ class RecordedLoss:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             is_outermost = not self.calls
+            inputs = pytree.copied({**dict(enumerate(args)), **kwargs}) if is_outermost else None
             try:
                 output = self._record(module, *args, **kwargs)
             finally:
                 if is_outermost:
                     stack.close()
             if is_outermost and self.calls:
-                done(self.calls[0], {**dict(enumerate(args)), **kwargs})
+                done(self.calls[0], inputs)
             return output
 
         stack.enter_context(_calls_by(self.model, call))

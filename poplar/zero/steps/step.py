@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from poplar import ops
+from poplar.data import pytree
 from poplar.system.out_of_memory import free_failed_pass, is_out_of_memory
 from poplar.values.errors import CollectiveTimeout, agreed, is_agreed
 from poplar.zero.agreement import (
@@ -111,8 +112,11 @@ class Step:
         if opened.first_pass is None or not can_run:
             return EarlyForward(pass_is_open=pass_is_open)
         began, computing = self._trace.now(), engine.strategy.timing.start_span()
+        first = opened.first
+        if self._follower is not None:  # which counts the elements of the batch in `begin_pass`
+            first = pytree.copied(first)
         with engine.hooks.running("loss_fn"):
-            forward.compute_early(opened.first)
+            forward.compute_early(first)
         return EarlyForward(began, pass_is_open, computing.stop())
 
     def start(self, opened: OpenedStep, early: EarlyForward = _NOT_EARLY) -> list[MicroBatch]:
