@@ -293,7 +293,8 @@ class SpeedFollower:
 
 def _row(times: RankTimes) -> Row:
     work = times.work
-    length = max(work.elements, 1.0) / max(work.samples, 1.0)
+    # Tensors inside of objects are not seen, so without elements the length is unknown.
+    length = work.elements / work.samples if work.elements and work.samples else 1.0
     return Row(times.compute_seconds, work.expected_seconds, length)
 
 

@@ -58,7 +58,7 @@ class Row(NamedTuple):
     expected_seconds: float
     """By the profile, for the samples of the step; 0 without samples, infinite if unknown."""
     length: float
-    """Elements of the tensors of its batch per sample, above 0."""
+    """Elements of the tensors of its batch per sample, above 0; 1 if unknown."""
 
     @property
     def has_work(self) -> bool:
