@@ -173,16 +173,22 @@ class SampleLengths:
 
 
 def padded_length(batch: Any) -> int:
-    """The largest dim 1 of a tensor in the batch; 0 if no tensor has one."""
-    tensors = (t for t in pytree.tensors(batch) if not t.is_nested)  # which has no padding
-    return max((int(t.shape[1]) for t in tensors if t.dim() > 1), default=0)
+    """The largest dim 1 of a tensor in the batch; 0 if no tensor has one.
+
+    Also 0 if its samples are not rows of its tensors, because dim 1 is then no length. In graphs it
+    may be the number of edges.
+    """
+    itself = isinstance(batch, pytree.SplitsItself)
+    if not (batch.has_rows if itself else pytree.rows_are_samples(batch)):
+        return 0
+    return max((int(t.shape[1]) for t in pytree.tensors(batch) if t.dim() > 1), default=0)
 
 
 def at_length(batch: PyTree, length: int) -> PyTree:
     """The batch with another padded length: tensors whose dim 1 is that length are cut or repeated.
 
     Args:
-        batch: with at least one such tensor.
+        batch: with at least one such tensor; its samples are rows.
         length: at least 1.
     """
     present = padded_length(batch)

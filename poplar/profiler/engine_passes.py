@@ -116,7 +116,7 @@ def sharded_passes(session: Session) -> Iterator[EnginePasses]:
             job.example,
             session.device,
             trained_units(session),
-            lengths=job.sample_lengths,
+            lengths=job.measured_lengths,
             engine=optimizer._training.engine,
             control=session.control,
             unsharded_bytes=memory.unsharded_units,

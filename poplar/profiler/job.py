@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 import poplar
 from poplar.data import pytree
-from poplar.data.lengths import SampleLengths, at_length, check_quantile, padded_length
+from poplar.data.lengths import SampleLengths, check_quantile, padded_length
 from poplar.profiler import memory_limit
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.model_code import code_of
 from poplar.profiler.model_settings import settings_by_module
+from poplar.profiler.sample_sizes import one_micro_batch, samples_are_rows, sizes_of_samples
 from poplar.system import devices, host_limits, kernel_settings
 from poplar.values.errors import check_class
 from poplar.values.plan import ALL_STAGES, FIRST_STAGE_SHARDING_PARAMETERS, checked_stages
@@ -124,6 +125,12 @@ class Job:
             return None
         return SampleLengths(self.lengths, self.length_quantile)
 
+    @functools.cached_property
+    def measured_lengths(self) -> SampleLengths | None:
+        """`sample_lengths`, if the example can be cut or repeated to them: its samples are rows."""
+        given = self.sample_lengths
+        return given if samples_are_rows(self.example) else None
+
     def check(self) -> None:
         """Check what needs no communication, except for what the engine checks.
 
@@ -159,7 +166,7 @@ class Job:
         check_quantile(self.length_quantile)
         if pytree.samples_in(self.example) < 1:
             raise ValueError("example_batch has no samples; give at least one")
-        if self.sample_lengths is not None and not padded_length(self.example):
+        if self.measured_lengths is not None and not padded_length(one_micro_batch(self.example)):
             raise ValueError(
                 "lengths= needs an example_batch with tensors of the shape [samples, length, ...], "
                 "which are cut or repeated along dim 1"
@@ -184,9 +191,6 @@ class Job:
     def may_differ(self, device: torch.device) -> dict[str, Any]:
         """Entries of the identity that may differ between ranks, as plain values."""
         info, on_cpu = devices.describe(device), device.type == "cpu"
-        # Measured lengths do not depend on how far the example happens to be padded.
-        example = self.example if self.lengths is None else at_length(self.example, 1)
-        shapes = (f"{list(t.shape[1:])}:{t.dtype}" for t in pytree.tensors(example))
         return {
             "device": f"{info.name} {info.uuid}".strip(),
             "host": info.host,
@@ -199,7 +203,7 @@ class Job:
             "switches": kernel_settings.switches(),
             "max_batch": self.max_batch,
             "memory_limit": self.memory_limit,
-            "example": " ".join(shapes),
+            "example": sizes_of_samples(self.example, any_length=self.measured_lengths is not None),
             "structure": digest([str(self.model), settings_by_module(self.model)]),
             "code": digest(code_of(self.model, self.loss_fn)),
         }

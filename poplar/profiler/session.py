@@ -7,6 +7,7 @@ or an error.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
@@ -100,6 +101,13 @@ class Session:
         """What passes may allocate."""
         self.largest_unsharded: Sequence[int] | None = None
         """The largest batch of each rank that fits beside all parameters; None: any may."""
+        if group.rank == 0 and job.lengths is not None and job.measured_lengths is None:
+            warnings.warn(
+                "the samples of example_batch are not rows of its tensors, so it cannot be cut or "
+                "repeated to lengths=: passes are measured with the samples as they are, and only "
+                "HeteroBatchSampler(lengths=...) uses lengths; give typical samples as the example",
+                stacklevel=5,
+            )
 
     def limit_passes(self, memory: PassMemory) -> None:
         """Passes may allocate this from now on."""
@@ -127,7 +135,7 @@ class Session:
             job.example,
             self.device,
             units,
-            lengths=job.sample_lengths,
+            lengths=job.measured_lengths,
         )
 
     @contextmanager

@@ -19,6 +19,7 @@ from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler, noise_notes
 from poplar.profiler.job import Job
 from poplar.profiler.progress import Report, show_progress
+from poplar.profiler.sample_sizes import UNKNOWN_SIZE
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.zero.collective_calls import new_group
@@ -65,7 +66,7 @@ def profile_cluster(
         lengths: length of each sample of the dataset, the same on all ranks, if lengths vary. The
             example is then cut or repeated along dim 1: the time of a batch size is measured at the
             expected longest of so many random samples, and the profile does not depend on how far
-            the example is padded.
+            the example is padded. Samples that are not rows of tensors are measured as they are.
         length_quantile: memory is measured at the longest sample of at least this part of all
             micro-batches of a size; default: 0.99. Longer ones may need more.
         cache: True (the default) to use and store profiles in the default folder, a folder, or
@@ -100,6 +101,15 @@ class CachedProfile:
         self.plans: dict[str, Plan] = {}
         """Verified plans that are cached with the profile."""
         folder = _folder(job.cache, warns=is_first)
+        if folder is not None and UNKNOWN_SIZE in profiler.session.identity["example"]:
+            folder = None
+            if is_first:
+                warnings.warn(
+                    "profiles are not cached: the samples of example_batch are objects that cannot "
+                    "be pickled, so it is not known whether their sizes have changed since; pass "
+                    "cache=False, or give objects that a DataLoader worker can send",
+                    stacklevel=4,
+                )
         self._cache = None if folder is None else Cache(folder)
 
     def profile(self) -> ClusterProfile:

@@ -189,7 +189,7 @@ def test_example_without_a_plan_gives_a_plan_to_train_with(ranks: Pool):
     losses, _ = train_in_one_process()
     for plan, shapes, found in ranks.run(tune_and_train):
         assert plan.global_batch == GLOBAL_BATCH
-        assert f"{list(dataset()[0][0].shape[1:])}:torch.float32" in shapes
+        assert f"{list(dataset()[0][0].shape)}:torch.float32" in shapes
         torch.testing.assert_close(found, losses, rtol=1e-4, atol=1e-5)
 
 

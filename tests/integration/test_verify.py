@@ -6,6 +6,7 @@ import random
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from training import STAGES
 
 from poplar import Plan
+from poplar.data import CollateMicroBatches
 from poplar.tuning.verification import ParameterError, Verification, verify
 from poplar.tuning.verification.outcome import Tolerance, compare
+from poplar.tuning.verification.step import _digest
 
 UNEVEN = ((2, 3), (4, 1), (0, 2), (0, 0))
 SHARES = (0.5, 0.3, 0.2, 0.0)
@@ -122,10 +125,16 @@ def test_uneven_plan_is_exact_and_model_is_restored(ranks: Pool, stage):
     assert str(outcome).startswith("ok: the plan gives the gradient of one process")
 
 
+def takes_targets(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    targets = batch.pop("targets")
+    return models.mean_over_tokens(model, {**batch, "targets": targets})
+
+
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
         (models.mean_over_tokens, {"weight": models.counted_tokens}),
+        (takes_targets, {"weight": models.counted_tokens}),
         (models.sum_over_tokens, {"weight": models.counted_tokens, "loss": "sum"}),
         (models.sum_over_samples, {"loss": "sum"}),
     ],
@@ -259,6 +268,30 @@ def test_batch_norm_in_training_mode_is_named(ranks: Pool):
 
 
 # Bad input raises on every rank, and the model is restored.
+
+
+def tensors_of_any_kind(value: float) -> dict[str, list[Any]]:
+    dense, rows = torch.eye(4) * value, [torch.ones(1, 2), torch.full((2, 2), value)]
+    return {
+        "COO": [dense.to_sparse()],
+        "CSR": [dense.to_sparse_csr()],
+        "CSC": [dense.to_sparse_csc()],
+        "BSR": [dense.to_sparse_bsr((2, 2))],
+        "nested": [torch.nested.nested_tensor(rows, layout=torch.strided)],
+        "jagged": [torch.nested.nested_tensor(rows, layout=torch.jagged)],
+        "arrays": [dense.numpy()],
+        "objects": [SimpleNamespace(x=[dense])],
+    }
+
+
+@pytest.mark.parametrize("kind", tensors_of_any_kind(1.0))
+def test_batches_of_any_kind_of_tensor_are_compared(kind):
+    def digest(value: float) -> tuple[str, list[str]]:
+        return _digest(CollateMicroBatches(list)(tensors_of_any_kind(value)[kind]))
+
+    assert digest(1.0) == digest(1.0)
+    assert digest(1.0) != digest(2.0)
+    assert digest(1.0)[1] == []
 
 
 def verify_bad(case: str) -> Failure | None:

@@ -7,6 +7,7 @@ import gc
 import pickle
 import warnings
 
+import graphs
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -68,6 +69,26 @@ def test_packed_samples_are_counted_before_they_are_packed():
     batch = loaded(0, packed)
     assert pytree.samples_in(batch) == 5
     assert [part["ids"].shape[0] for part in pytree.split(batch, (2, 3))] == [1, 1]
+
+
+def test_what_a_model_writes_to_an_object_is_not_in_later_copies_of_it():
+    batch = CollateMicroBatches(graphs.as_object)(graphs.dataset(5))
+    model, losses = graphs.Network(), []
+    for _ in range(2):  # as after running out of memory elsewhere in the step
+        (part,) = pytree.split(batch, (5,))
+        losses.append(float(graphs.mean_over_graphs(model, part).detach()))
+    assert losses[0] == losses[1]
+
+
+def test_objects_are_moved_and_pinned_also_in_later_micro_batches():
+    batch = CollateMicroBatches(graphs.as_object)(graphs.dataset(5))
+    moved = batch.to("meta", non_blocking=True)
+    for sizes in ((5,), (2, 3)):
+        assert {part.x.device.type for part in pytree.split(moved, sizes)} == {"meta"}
+        assert {part.x.device.type for part in pytree.split(batch, sizes)} == {"cpu"}
+    (part,), (pinned,) = batch.split((5,)), batch.pin_memory().split((5,))
+    assert pinned.x is not part.x  # its method was called
+    assert pinned.y is part.y
 
 
 def test_other_sizes_are_collated_from_the_samples():
@@ -202,5 +223,23 @@ def test_batches_without_lengths_give_no_warning():
     watch = FirstBatches(None, looks=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for batch in (None, torch.zeros(3), [torch.zeros(2), "text"]):
+        wrong = {"x": torch.zeros(2, 3), "y": torch.zeros(3, 9)}
+        for batch in (None, torch.zeros(3), [torch.zeros(2), "text"], wrong):
             watch.look_at_lengths(batch)
+
+
+def warned_of(collate, *samples):
+    gc.collect()  # samplers of other tests
+    watch = FirstBatches(None, looks=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in samples:
+            watch.look_at_lengths(CollateMicroBatches(collate)(each))
+    return [str(warning.message) for warning in caught]
+
+
+def test_the_edges_of_graphs_are_no_padded_lengths():
+    assert warned_of(graphs.as_dict, graphs.dataset(4), graphs.dataset(4, nodes=20)) == []
+    assert warned_of(packed, SAMPLES[:2], SAMPLES) == []
+    (message,) = warned_of(padded, SAMPLES[1:4], SAMPLES[:2])
+    assert "padded to 7 to 9 tokens" in message

@@ -6,17 +6,19 @@ from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
+import graphs
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from poplar.data import pytree
+from poplar.data import CollateMicroBatches, pytree
 from poplar.data.lengths import SampleLengths, at_length, padded_length
 from poplar.data.micro_batch_collation import MicroBatches
 from poplar.profiler.job import Job
 from poplar.profiler.passes import Passes
+from poplar.profiler.sample_sizes import UNKNOWN_SIZE
 
 CPU = torch.device("cpu")
 some_lengths = st.lists(st.integers(1, 30), min_size=1, max_size=5)
@@ -128,6 +130,33 @@ def test_micro_batches_of_a_trial_step_are_collated_one_by_one(passes):
     assert [tuple(part.shape) for part in (parts[0], parts[2])] == [(3, 2), (12, 2)]
 
 
+def takes_ids(model, batch):
+    return model(batch.pop("ids"))
+
+
+@pytest.mark.parametrize("lengths", [True, False])
+def test_a_loss_may_take_something_out_of_its_batch(passes, lengths):
+    given = passes.lengths if lengths else None
+    measured = replace(passes, loss_fn=takes_ids, lengths=given, _batches={})
+    measured.check()
+    measured.first(2)
+    measured.parts(2)
+    for _ in range(2):
+        for part in pytree.split(measured.step_batch(4), (2, 2)):
+            takes_ids(measured.model, part)
+
+
+def test_a_model_may_write_to_an_object_in_its_batch():
+    example = CollateMicroBatches(graphs.as_object)(graphs.dataset(3))
+    measured = Passes(graphs.Network(), graphs.mean_over_graphs, example, CPU)
+    measured.check()
+    measured.first(4)
+    measured.parts(4)
+    for _ in range(2):
+        for part in pytree.split(measured.step_batch(4), (2, 2)):
+            graphs.mean_over_graphs(measured.model, part)
+
+
 # Jobs
 
 
@@ -136,13 +165,74 @@ def job_of(**options) -> Job:
     return Job.of(Words(), words_loss, **given)
 
 
+def entry_of(example, **options):
+    """What the identity of a profile says about its example."""
+    return job_of(example=example, **options).may_differ(CPU)["example"]
+
+
 def test_padding_of_the_example_is_no_part_of_the_identity_with_lengths():
     def example_entry(tokens, **options):
-        job = job_of(example={"ids": torch.zeros(2, tokens)}, **options)
-        return job.may_differ(CPU)["example"]
+        return entry_of({"ids": torch.zeros(2, tokens)}, **options)
 
     assert example_entry(12) != example_entry(15)
     assert example_entry(12, lengths=[3, 12]) == example_entry(15, lengths=[3, 12])
+
+
+def jagged(samples):
+    sizes = torch.tensor([len(sample.x) for sample in samples])
+    return {"values": torch.cat([s.x for s in samples]), "offsets": sizes.cumsum(0)}
+
+
+def nested(samples):
+    return torch.nested.as_nested_tensor([sample.x for sample in samples], layout=torch.jagged)
+
+
+def sparse(samples):
+    return [torch.eye(len(sample.x)).to_sparse() for sample in samples]
+
+
+def arrays(samples):
+    return {"points": [sample.x.numpy() for sample in samples]}
+
+
+def beside_rows(samples):
+    return {"y": torch.cat([s.y for s in samples]), "graphs": graphs.as_object(samples)}
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [graphs.as_object, graphs.as_dict, beside_rows, jagged, nested, sparse, arrays, list],
+)
+def test_sizes_of_samples_that_are_no_rows_are_part_of_the_identity(collate):
+    def entry(samples):
+        return entry_of(CollateMicroBatches(collate)(samples))
+
+    small, large = graphs.dataset(3, nodes=4), graphs.dataset(3, nodes=16)
+    assert entry(small) == entry(graphs.dataset(3, nodes=4, seed=1))
+    assert entry(small) == entry([*small, *small])
+    assert entry(small) != entry(large)
+    assert entry(small) != entry(small[:2])
+
+
+def test_an_example_that_was_not_collated_has_the_same_identity():
+    example = CollateMicroBatches(graphs.as_dict)(graphs.dataset(3))
+    assert entry_of(example) == entry_of(pytree.select(example, range(3)))
+
+
+def test_objects_that_cannot_be_pickled_are_of_unknown_size():
+    example = CollateMicroBatches(lambda samples: graphs.Graphs(x=lambda: None))
+    assert UNKNOWN_SIZE in entry_of(example([1, 2]))
+
+
+def test_lengths_leave_alone_samples_that_are_no_rows():
+    samples = graphs.dataset(4)
+    job = job_of(example=CollateMicroBatches(graphs.as_dict)(samples), lengths=[1, 2])
+    job.check()
+    assert job.measured_lengths is None
+    padded = CollateMicroBatches(lambda rows: {"ids": torch.stack(rows)})
+    rows = job_of(example=padded([torch.ones(5)] * 3), lengths=[1, 2])
+    rows.check()
+    assert rows.measured_lengths is not None
 
 
 def test_lengths_are_part_of_the_identity():
@@ -163,6 +253,10 @@ def test_lengths_are_part_of_the_identity():
         ({"lengths": torch.ones(2, 2)}, "must have one dimension"),
         ({"lengths": [1], "length_quantile": 1.0}, "length_quantile must be above 0 and below 1"),
         ({"lengths": [1], "example": torch.zeros(3)}, "tensors of the shape \\[samples, length"),
+        (
+            {"lengths": [0], "example": CollateMicroBatches(graphs.as_dict)(graphs.dataset(2))},
+            "finite numbers above 0",
+        ),
     ],
 )
 def test_wrong_lengths_raise(options, message):

@@ -14,12 +14,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from poplar.comm import Control, Group, connect_control
 from poplar.comm.copies import to_bytes
 from poplar.data import pytree
+from poplar.data.object_content import content_of
 from poplar.optimizer import HeteroZeroOptimizer
+from poplar.system.storage import dense_parts
 from poplar.tuning.verification.one_process import (
     Gradient,
     OneProcess,
@@ -98,16 +100,16 @@ def verify(
     with new_group(process_group, timeout, _DOING) as group:
         control = connect_control(group)
 
-        def checked() -> tuple[str, torch.device]:
+        def checked() -> tuple[str, list[str], torch.device]:
             check_class("model", model, nn.Module)
             _check_arguments(batch, plan, group, rtol, max_micro_batch)
             first = next(model.parameters(), torch.empty(0, device="cpu"))
-            return _digest(batch), first.device
+            return *_digest(batch), first.device
 
         by_rank = exchange_results(control, checked, what=_DOING)
         with equal_on_all_ranks():
-            _check_same_batch([digest for digest, _ in by_rank], plan)
-        _, device = by_rank[group.rank]
+            _check_same_batch([digest for digest, _, _ in by_rank], plan)
+        _, unseen, device = by_rank[group.rank]
         copies = host_copies(model) if device.type == "cuda" else None
         with model_preserved(model, device), parameters_preserved(model, copies):
             before = {parameter.dtype for parameter in model.parameters()}
@@ -143,6 +145,7 @@ def verify(
                     heartbeat=lambda: _heartbeat(control, over=False),
                 ),
                 tolerance=Tolerance.of(*dtypes, reduce_dtype, relative=rtol),
+                unseen=unseen,
             )
             with model_preserved(model, device):
                 planned = comparison.run_plan(optimizer, batch)
@@ -172,6 +175,8 @@ class _Comparison:
     plan: Plan
     process: OneProcess
     tolerance: Tolerance
+    unseen: Sequence[str]
+    """Classes of objects in the batch that were not compared between ranks."""
 
     def run_plan(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
         """Loss and gradient under the plan; releases the optimizer. Collective.
@@ -199,9 +204,9 @@ class _Comparison:
         with optimizer.micro_batches(part, process.weight, process.loss) as micro_batches:
             for micro_batch in map(Part, micro_batches, sizes):
                 try:
+                    counted = process.count(micro_batch)  # the loss may empty the batch
                     value = process.run(micro_batch.batch)
                     (value * process.scale).backward()
-                    counted = process.count(micro_batch)
                 except CollectiveTimeout:
                     raise
                 except Exception as error:  # the step fails on all ranks
@@ -257,6 +262,11 @@ class _Comparison:
         sample = pytree.select(batch, range(few))
         with model_preserved(model, device):
             notes = find_batch_dependence(process, sample, self.tolerance)
+        if self.unseen:
+            notes.append(
+                f"the batch contains {', '.join(self.unseen)}, in which no tensor was found, so it "
+                "was not checked whether all ranks have the same batch"
+            )
         expected = {name: value.cpu() for name, value in alone.gradients.items()}
         return Verification(
             stage=self.plan.stage,
@@ -308,14 +318,32 @@ def _check_arguments(
         )
 
 
-def _digest(batch: Any) -> str:
-    """A hash of all tensors in a batch, as one micro-batch."""
-    digest = hashlib.sha256()
-    for tensor in pytree.tensors(pytree.split(batch, [pytree.samples_in(batch)])):
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        plain = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(to_bytes(plain))
-    return digest.hexdigest()
+def _digest(batch: Any) -> tuple[str, list[str]]:
+    """A hash of all tensors in a batch, as one micro-batch, and of those inside of its objects.
+
+    Also the classes of objects in which none was found.
+    """
+    digest, unseen = hashlib.sha256(), set[str]()
+    parts = pytree.split(batch, [pytree.samples_in(batch)])
+    arrays: list[Any] = list(pytree.tensors(parts))
+    for each in pytree.objects(parts):
+        content = content_of(each)
+        if content is None or not content.arrays:
+            unseen.add(type(each).__qualname__)
+        else:
+            arrays += content.arrays
+    for array in arrays:
+        for part in dense_parts(array) if isinstance(array, Tensor) else [array]:
+            digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
+            digest.update(_bytes(part))
+    return digest.hexdigest(), sorted(unseen)
+
+
+def _bytes(array: Any) -> bytes | bytearray:
+    if isinstance(array, Tensor):
+        return to_bytes(array.detach().cpu().contiguous().reshape(-1))
+    copied: bytes = array.tobytes()
+    return copied
 
 
 def _check_same_batch(digests: Sequence[str], plan: Plan) -> None:
