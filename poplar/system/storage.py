@@ -6,6 +6,8 @@ tensors of one storage for tied weights and drops all but one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
@@ -38,7 +40,8 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     if tensor.is_nested:
         if tensor.layout is torch.strided:
             return [tensor.values(), tensor._nested_tensor_size()]
-        bounds = tensor.offsets(), tensor.lengths()
+        jagged: Any = tensor
+        bounds = jagged.offsets(), jagged.lengths()
         return [tensor.values(), *(each for each in bounds if each is not None)]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
