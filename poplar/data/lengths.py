@@ -178,8 +178,7 @@ def padded_length(batch: Any) -> int:
     Also 0 if its samples are not rows of its tensors, because dim 1 is then no length. In graphs it
     may be the number of edges.
     """
-    itself = isinstance(batch, pytree.SplitsItself)
-    if not (batch.has_rows if itself else pytree.rows_are_samples(batch)):
+    if not pytree.rows_are_samples(batch):
         return 0
     return max((int(t.shape[1]) for t in pytree.tensors(batch) if t.dim() > 1), default=0)
 

@@ -78,14 +78,6 @@ class MicroBatches(pytree.SplitsItself):
         """The micro-batches that have been collated."""
         return list(self._collated.values())
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether the tensors of all `parts` have one row per sample."""
-        return all(
-            pytree.rows_are_samples(batch, stop - start)
-            for (start, stop), batch in self._collated.items()
-        )
-
     def changed(self, change: Callable[[Any], Any]) -> MicroBatches:
         """The batch whose micro-batches, also later ones, are `change(micro_batch)`."""
         changed = self.select(range(len(self)))

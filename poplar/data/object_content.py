@@ -1,51 +1,57 @@
-"""What is inside of objects that are no containers, such as graphs of another library.
+"""The tensors inside of objects that are no containers, such as graphs of another library.
 
-It is found by pickling them, as a worker of a `DataLoader` does.
+They are found by pickling the objects, as a worker of a `DataLoader` does.
 """
 
 from __future__ import annotations
 
-import hashlib
 import pickle
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from io import BytesIO
+from typing import Any
 
 from torch import Tensor
 
-from poplar.data.pytree import is_array
+from poplar.data import pytree
+from poplar.system.storage import dense_parts
 
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RuntimeError)
 """What `pickle` raises for objects that have no pickles, and classes of torch (RuntimeError)."""
 
 
-class Content(NamedTuple):
-    """What an object is pickled as."""
+def arrays_in(tree: Any) -> tuple[list[Any], list[str]]:
+    """All tensors and arrays of NumPy in a pytree, also inside of its objects.
 
-    arrays: list[Any]
-    """Its tensors, and its arrays of NumPy, in the order in which they are pickled."""
-    rest: str
-    """A hash of everything else."""
+    Of sparse and nested tensors, the `dense_parts`.
 
-
-def content_of(value: Any) -> Content | None:
-    """What an object, or an array, contains; None if it cannot be pickled."""
-    arrays, digest = list[Any](), hashlib.sha256()
-    try:
-        _Pickler(SimpleNamespace(write=digest.update), arrays).dump(value)
-    except _UNPICKLABLE:
-        return None
-    return Content(arrays, digest.hexdigest())
+    Also returns the classes of the objects that cannot be pickled.
+    """
+    pickler, unpicklable = _Pickler(), set[str]()
+    for leaf in pytree.leaves(tree):
+        if isinstance(leaf, Tensor) or _is_array(leaf) or pytree.is_object(leaf):
+            try:
+                pickler.dump(leaf)
+            except _UNPICKLABLE:
+                unpicklable.add(type(leaf).__qualname__)
+    return pickler.arrays, sorted(unpicklable)
 
 
 class _Pickler(pickle.Pickler):
-    """Takes out tensors and arrays, so that neither their values nor their device matter."""
+    """Takes out tensors and arrays."""
 
-    def __init__(self, file: Any, arrays: list[Any]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._arrays = arrays
+    def __init__(self) -> None:
+        super().__init__(BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
+        self.arrays: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor) or (is_array(value) and not value.dtype.hasobject):
-            self._arrays.append(value)
-            return int, (len(self._arrays),)
-        return NotImplemented
+        if isinstance(value, Tensor):
+            self.arrays += dense_parts(value)
+        elif _is_array(value) and not value.dtype.hasobject:
+            self.arrays.append(value)
+        else:
+            return NotImplemented
+        return int, ()
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array or a number of NumPy, which PyTorch does not require."""
+    return type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tobytes")

@@ -15,11 +15,10 @@ import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from enum import Enum
 from functools import partial
 from itertools import accumulate, pairwise
 from pickle import PicklingError
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -52,20 +51,12 @@ class SplitsItself(ABC):
     def parts(self) -> Sequence[Any]:
         """Pytrees with the tensors of this batch."""
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether the tensors of `parts` have one row per sample."""
-        return False
-
     @abstractmethod
     def changed(self, change: Callable[[Any], Any]) -> SplitsItself:
         """The batch whose micro-batches are `change(micro_batch)`; `change` maps any pytree."""
 
 
-_NO_OBJECTS = (
-    *(Tensor, Mapping, list, tuple, SplitsItself, nn.Module),
-    *(Enum, type, FunctionType, MethodType, ModuleType),
-)
+_NO_OBJECTS = (Tensor, Mapping, list, tuple, SplitsItself, nn.Module, type, FunctionType)
 
 
 def samples_in(batch: Any) -> int:
@@ -114,15 +105,16 @@ _COLLATE = (
 
 
 def rows_are_samples(batch: Any, samples: int | None = None) -> bool:
-    """Whether what a collate function has made of so many samples has a row for each of them.
+    """Whether the tensors of a batch, or of all its `parts`, have one row per sample.
 
-    None: whether all its tensors have the same number of rows.
+    Args:
+        samples: of which a collate function made the batch; None: as many as the batch has.
     """
+    parts = batch.parts() if isinstance(batch, SplitsItself) else [batch]
     try:
-        rows = samples_in(batch)
+        return sum(map(samples_in, parts)) == (samples_in(batch) if samples is None else samples)
     except ValueError:  # such as rows of patches, of several images a sample
         return False
-    return samples is None or rows == samples
 
 
 def split(batch: PyTree, sizes: Sequence[int]) -> list[PyTree]:
@@ -210,23 +202,16 @@ def pinned(tree: PyTree) -> PyTree:
     return _map_leaves(lambda leaf: _called(leaf, "pin_memory"), tree)
 
 
-def objects(tree: Any) -> list[Any]:
-    """All objects of a pytree, and arrays of NumPy, in the order of its containers."""
-    if is_object(tree) or is_array(tree):
-        return [tree]
-    return [found for _, child in _children(tree) for found in objects(child)]
+def leaves(tree: Any) -> list[Any]:
+    """All values of a pytree that have no members, in the order of its containers."""
+    members = [child for _, child in _children(tree)]
+    return [leaf for member in members for leaf in leaves(member)] if members else [tree]
 
 
 def is_object(leaf: Any) -> bool:
     """Whether it is of a class that may hold tensors which are not seen."""
-    if isinstance(leaf, _NO_OBJECTS) or dataclasses.is_dataclass(leaf):
-        return False
-    return hasattr(leaf, "__dict__") or hasattr(type(leaf), "__slots__")
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether it is an array or a number of NumPy, which PyTorch does not require."""
-    return type(leaf).__module__.partition(".")[0] == "numpy" and hasattr(leaf, "tobytes")
+    has_attributes = hasattr(leaf, "__dict__") or hasattr(type(leaf), "__slots__")
+    return has_attributes and not (isinstance(leaf, _NO_OBJECTS) or dataclasses.is_dataclass(leaf))
 
 
 def _map_leaves(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
@@ -243,7 +228,7 @@ def _copied_leaf(leaf: Any) -> Any:
         return leaf
     try:
         return copy.copy(leaf)
-    except (TypeError, copy.Error, PicklingError):  # what has no copies, such as an open file
+    except (TypeError, PicklingError):  # what has no copies, such as an open file
         return leaf
 
 

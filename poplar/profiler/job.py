@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import poplar
 from poplar.data import pytree
-from poplar.data.lengths import SampleLengths, check_quantile, padded_length
+from poplar.data.lengths import SampleLengths, at_length, check_quantile, padded_length
+from poplar.data.object_content import arrays_in
 from poplar.profiler import memory_limit
 from poplar.profiler.memory_limit import MemoryLimit
 from poplar.profiler.model_code import code_of
 from poplar.profiler.model_settings import settings_by_module
-from poplar.profiler.sample_sizes import one_micro_batch, samples_are_rows, sizes_of_samples
 from poplar.system import devices, host_limits, kernel_settings
 from poplar.values.errors import check_class
 from poplar.values.plan import ALL_STAGES, FIRST_STAGE_SHARDING_PARAMETERS, checked_stages
@@ -42,6 +42,8 @@ from poplar.zero.weights.initial_values import Weights
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+UNKNOWN_SIZE = "of unknown size"
+"""In the identity if samples have no tensors, or objects that cannot be pickled."""
 _ONLY_VALUES = frozenset({"lr", "betas", "eps"})
 """Optimizer options that do not change times or memory."""
 _ENGINE_OPTIONS = (
@@ -126,10 +128,17 @@ class Job:
         return SampleLengths(self.lengths, self.length_quantile)
 
     @functools.cached_property
+    def rows(self) -> Any:
+        """The example as one micro-batch if its samples are rows of tensors; else None."""
+        samples = pytree.samples_in(self.example)
+        (whole,) = pytree.split(self.example, [samples])
+        return whole if pytree.rows_are_samples(whole, samples) else None
+
+    @functools.cached_property
     def measured_lengths(self) -> SampleLengths | None:
-        """`sample_lengths`, if the example can be cut or repeated to them: its samples are rows."""
+        """`sample_lengths`, if the example can be cut or repeated to them."""
         given = self.sample_lengths
-        return given if samples_are_rows(self.example) else None
+        return None if self.rows is None else given
 
     def check(self) -> None:
         """Check what needs no communication, except for what the engine checks.
@@ -166,7 +175,7 @@ class Job:
         check_quantile(self.length_quantile)
         if pytree.samples_in(self.example) < 1:
             raise ValueError("example_batch has no samples; give at least one")
-        if self.measured_lengths is not None and not padded_length(one_micro_batch(self.example)):
+        if self.measured_lengths is not None and not padded_length(self.rows):
             raise ValueError(
                 "lengths= needs an example_batch with tensors of the shape [samples, length, ...], "
                 "which are cut or repeated along dim 1"
@@ -203,10 +212,25 @@ class Job:
             "switches": kernel_settings.switches(),
             "max_batch": self.max_batch,
             "memory_limit": self.memory_limit,
-            "example": sizes_of_samples(self.example, any_length=self.measured_lengths is not None),
+            "example": self._sizes(),
             "structure": digest([str(self.model), settings_by_module(self.model)]),
             "code": digest(code_of(self.model, self.loss_fn)),
         }
+
+    def _sizes(self) -> str:
+        """A text that is equal for examples whose samples have the same sizes.
+
+        Samples that are not rows are described one by one, so their number does not matter.
+        """
+        rows, samples = list[str](), [self.example]
+        if isinstance(self.example, pytree.SplitsItself):
+            samples = [pytree.take(self.example, [at]) for at in range(len(self.example))]
+        if self.rows is not None:
+            # Measured lengths do not depend on how far the example happens to be padded.
+            whole = self.rows if self.measured_lengths is None else at_length(self.rows, 1)
+            rows = [f"{list(t.shape[1:])}:{t.dtype}" for t in pytree.tensors(whole)]
+            samples = [list(filter(pytree.is_object, pytree.leaves(each))) for each in samples]
+        return " ".join([*rows, *sorted(set(map(_shapes, samples)))]).strip() or UNKNOWN_SIZE
 
     def identity(
         self,
@@ -245,6 +269,13 @@ class Job:
             values = [own[key] for own in by_rank]
             identity[key] = str(values[0] if len(set(values)) == 1 else values)
         return identity
+
+
+def _shapes(sample: Any) -> str:
+    """Of all tensors and arrays in a sample."""
+    arrays, unpicklable = arrays_in(sample)
+    shapes = [f"{list(array.shape)}:{array.dtype}" for array in arrays]
+    return " ".join([*shapes, UNKNOWN_SIZE] if unpicklable else shapes)
 
 
 def digest(content: Any) -> str:

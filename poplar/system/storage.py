@@ -6,14 +6,21 @@ tensors of one storage for tied weights and drops all but one.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-_ROWS = (torch.sparse_csr, torch.sparse_bsr)
-_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+_BY_ROWS = ("crow_indices", "col_indices", "values")
+_BY_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
+    torch.jagged: ("values", "offsets", "lengths"),
+}
+"""Methods that return the parts of a tensor, by its layout."""
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
@@ -37,16 +44,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
     """The tensors with a storage that a sparse or nested tensor consists of; else itself alone."""
-    if tensor.is_nested:
-        if tensor.layout is torch.strided:
-            return [tensor.values(), tensor._nested_tensor_size()]
-        jagged: Any = tensor
-        bounds = jagged.offsets(), jagged.lengths()
-        return [tensor.values(), *(each for each in bounds if each is not None)]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in _ROWS:
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in _COLUMNS:
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return [tensor.values(), tensor._nested_tensor_size()]
+    if tensor.layout not in _PARTS:
+        return [tensor]
+    parts = (getattr(tensor, name)() for name in _PARTS[tensor.layout])
+    return [part for part in parts if part is not None]

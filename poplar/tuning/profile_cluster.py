@@ -17,9 +17,8 @@ from poplar.planner import calibration
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.profiler.cache import Cache, default_folder
 from poplar.profiler.cluster_profiler import Profiler, noise_notes
-from poplar.profiler.job import Job
+from poplar.profiler.job import UNKNOWN_SIZE, Job
 from poplar.profiler.progress import Report, show_progress
-from poplar.profiler.sample_sizes import UNKNOWN_SIZE
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 from poplar.zero.collective_calls import new_group
@@ -105,9 +104,9 @@ class CachedProfile:
             folder = None
             if is_first:
                 warnings.warn(
-                    "profiles are not cached: the samples of example_batch are objects that cannot "
-                    "be pickled, so it is not known whether their sizes have changed since; pass "
-                    "cache=False, or give objects that a DataLoader worker can send",
+                    "profiles are not cached: samples of example_batch have no tensors, or objects "
+                    "that cannot be pickled, so it is not known whether their sizes have changed "
+                    "since; pass cache=False, or give objects that a DataLoader worker can send",
                     stacklevel=4,
                 )
         self._cache = None if folder is None else Cache(folder)

@@ -146,7 +146,7 @@ def test_other_objects_on_a_rank_are_noticed(ranks: Pool) -> None:
 def test_objects_that_cannot_be_compared_are_noted(ranks: Pool) -> None:
     for outcome in ranks.run(verified, unpicklable, 6):
         assert outcome.ok, str(outcome)
-        assert "the batch contains Unpicklable, in which no tensor was found" in outcome.notes[0]
+        assert "the batch contains Unpicklable, which cannot be pickled" in outcome.notes[0]
 
 
 def followed(collate: Any, loss: Any, network: Any) -> list[float]:

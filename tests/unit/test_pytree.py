@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from poplar.data import pytree
 from poplar.data.micro_batch_collation import MicroBatches
+from poplar.data.object_content import arrays_in
 
 Pair = namedtuple("Pair", "inputs targets")
 
@@ -182,10 +183,14 @@ def test_classes_modules_and_what_cannot_be_copied_are_passed_on(tmp_path):
     assert batch[1].weight.device.type == "cpu"
 
 
-def test_objects_and_arrays_are_found_in_containers():
-    first, second, array = graphs.Graphs(), Slotted(1), numpy.ones(2)
-    batch = {"a": [first, column()], "b": (array, UserDict(), {}), "c": second, "d": "text"}
-    assert [id(each) for each in pytree.objects(batch)] == [id(first), id(array), id(second)]
+def test_tensors_and_arrays_are_found_in_containers_and_objects():
+    x, y, array = column(), column(), numpy.ones(2)
+    objects, unknown = numpy.array([graphs.Graphs(x=y), None]), graphs.Graphs(x=lambda: None)
+    batch = {"a": [Slotted({"x": x, "of": [x]}), "text"], "b": (array, UserDict(), {})}
+    batch |= {"c": objects, "d": unknown, "e": nn.Linear(1, 1)}
+    found, unpicklable = arrays_in(batch)
+    assert [id(each) for each in found] == [id(x), id(array), id(y)]
+    assert unpicklable == ["Graphs"]
 
 
 # Values that are not tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from statistics import fmean
 
 import graphs
@@ -16,9 +17,8 @@ from torch import nn
 from poplar.data import CollateMicroBatches, pytree
 from poplar.data.lengths import SampleLengths, at_length, padded_length
 from poplar.data.micro_batch_collation import MicroBatches
-from poplar.profiler.job import Job
+from poplar.profiler.job import UNKNOWN_SIZE, Job
 from poplar.profiler.passes import Passes
-from poplar.profiler.sample_sizes import UNKNOWN_SIZE
 
 CPU = torch.device("cpu")
 some_lengths = st.lists(st.integers(1, 30), min_size=1, max_size=5)
@@ -219,9 +219,14 @@ def test_an_example_that_was_not_collated_has_the_same_identity():
     assert entry_of(example) == entry_of(pytree.select(example, range(3)))
 
 
-def test_objects_that_cannot_be_pickled_are_of_unknown_size():
-    example = CollateMicroBatches(lambda samples: graphs.Graphs(x=lambda: None))
-    assert UNKNOWN_SIZE in entry_of(example([1, 2]))
+@pytest.mark.parametrize("collate", [lambda _: graphs.Graphs(x=lambda: None), list])
+def test_objects_without_pickles_and_samples_without_tensors_are_of_unknown_size(collate):
+    assert UNKNOWN_SIZE in entry_of(CollateMicroBatches(collate)(["some", "text"]))
+
+
+def test_only_tensors_and_arrays_have_sizes():
+    first, second = ({"x": torch.ones(2, 3), "of": [Path(name)] * 2} for name in ("a", "b.png"))
+    assert entry_of(first) == entry_of(second) == "[3]:torch.float32"
 
 
 def test_lengths_leave_alone_samples_that_are_no_rows():

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from poplar.comm import Control, Group, connect_control
 from poplar.comm.copies import to_bytes
 from poplar.data import pytree
-from poplar.data.object_content import content_of
+from poplar.data.object_content import arrays_in
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.system.storage import dense_parts
 from poplar.tuning.verification.one_process import (
     Gradient,
     OneProcess,
@@ -176,7 +175,7 @@ class _Comparison:
     process: OneProcess
     tolerance: Tolerance
     unseen: Sequence[str]
-    """Classes of objects in the batch that were not compared between ranks."""
+    """Classes of objects in the batch that cannot be pickled."""
 
     def run_plan(self, optimizer: HeteroZeroOptimizer, batch: Any) -> Gradient:
         """Loss and gradient under the plan; releases the optimizer. Collective.
@@ -264,8 +263,8 @@ class _Comparison:
             notes = find_batch_dependence(process, sample, self.tolerance)
         if self.unseen:
             notes.append(
-                f"the batch contains {', '.join(self.unseen)}, in which no tensor was found, so it "
-                "was not checked whether all ranks have the same batch"
+                f"the batch contains {', '.join(self.unseen)}, which cannot be pickled, so it was "
+                "not checked whether all ranks have the same batch"
             )
         expected = {name: value.cpu() for name, value in alone.gradients.items()}
         return Verification(
@@ -319,31 +318,19 @@ def _check_arguments(
 
 
 def _digest(batch: Any) -> tuple[str, list[str]]:
-    """A hash of all tensors in a batch, as one micro-batch, and of those inside of its objects.
+    """A hash of all tensors and arrays in a batch, as one micro-batch.
 
-    Also the classes of objects in which none was found.
+    Also the classes of objects that cannot be pickled, so that their tensors are not in the hash.
     """
-    digest, unseen = hashlib.sha256(), set[str]()
-    parts = pytree.split(batch, [pytree.samples_in(batch)])
-    arrays: list[Any] = list(pytree.tensors(parts))
-    for each in pytree.objects(parts):
-        content = content_of(each)
-        if content is None or not content.arrays:
-            unseen.add(type(each).__qualname__)
-        else:
-            arrays += content.arrays
+    digest = hashlib.sha256()
+    arrays, unseen = arrays_in(pytree.split(batch, [pytree.samples_in(batch)]))
     for array in arrays:
-        for part in dense_parts(array) if isinstance(array, Tensor) else [array]:
-            digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
-            digest.update(_bytes(part))
-    return digest.hexdigest(), sorted(unseen)
-
-
-def _bytes(array: Any) -> bytes | bytearray:
-    if isinstance(array, Tensor):
-        return to_bytes(array.detach().cpu().contiguous().reshape(-1))
-    copied: bytes = array.tobytes()
-    return copied
+        digest.update(f"{array.dtype} {tuple(array.shape)}".encode())
+        if isinstance(array, Tensor):
+            digest.update(to_bytes(array.detach().cpu().contiguous().reshape(-1)))
+        else:
+            digest.update(array.tobytes())
+    return digest.hexdigest(), unseen
 
 
 def _check_same_batch(digests: Sequence[str], plan: Plan) -> None:
