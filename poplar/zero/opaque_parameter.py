@@ -116,7 +116,8 @@ def _add_tensors_of_modules(model: nn.Module, found: Mapping[tuple[int, int], Me
         attributes = {key: value for key, value in vars(module).items() if key[0] != "_"}
         for value in attributes.values():
             for inner in (value, *getattr(value, "__dict__", {}).values()):
-                if type(inner) is Tensor and not inner.is_meta:
+                is_dense = type(inner) is Tensor and inner.layout is torch.strided
+                if is_dense and not inner.is_meta:
                     storage = inner.untyped_storage()
                     memory = found.get((storage.data_ptr(), storage.nbytes()), [])
                     if memory and all(inner is not known for known in memory):

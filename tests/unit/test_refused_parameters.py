@@ -13,6 +13,7 @@ from poplar.zero.checks.model_checks import (
     reject_sparse_buffers,
     reject_sparse_embeddings,
 )
+from poplar.zero.opaque_parameter import memories_of
 
 
 def inference() -> nn.Parameter:
@@ -44,6 +45,10 @@ def test_sparse_buffers_are_refused_by_name(
     model[0].register_buffer("adjacency", convert(torch.eye(2)))
     with pytest.raises(TypeError, match=r"'0\.adjacency' .*plain attribute"):
         reject_sparse_buffers(model)
+    del model[0].adjacency
+    model[0].adjacency = convert(torch.eye(2))
+    reject_sparse_buffers(model)
+    assert memories_of(model, []) == []
 
 
 @pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
