@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from poplar.data import pytree
+from poplar.data.object_content import arrays_in
 from poplar.profiler.compilation import eagerly
 from poplar.profiler.unit_hooks import TrainedUnit, UnitWindows
 from poplar.system.storage import dense_parts
@@ -84,7 +84,8 @@ def batch_bytes(batch: Any, device: torch.device) -> int:
     """Bytes of a batch on an accelerator, where it lies beside the activations; 0 on the CPU."""
     if device.type == "cpu":
         return 0
-    on_device = [tensor for tensor in pytree.tensors(batch) if tensor.device.type == device.type]
+    tensors = [array for array in arrays_in(batch)[0] if isinstance(array, Tensor)]
+    on_device = [tensor for tensor in tensors if tensor.device.type == device.type]
     return sum(storage.nbytes() for storage in _storages(on_device).values())
 
 

@@ -157,6 +157,11 @@ def test_sparse_tensors_of_a_batch_count_by_their_indices_and_values():
     assert batch_bytes({"adjacency": matrix}, device) == 2 * 5 * 8 + 5 * 4
 
 
+def test_tensors_inside_of_objects_of_a_batch_count():
+    x, device = torch.zeros(5, 2, device="meta"), torch.device("meta")
+    assert batch_bytes([SimpleNamespace(x=x, y=torch.zeros(5)), x], device) == 5 * 2 * 4
+
+
 def test_shared_parameters_buffers_and_gradients_count_once():
     on_host = torch.device("cpu")
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
