@@ -336,12 +336,11 @@ def test_sparse_tensors_count_by_their_indices_and_values(layout: torch.layout) 
     assert pass_bytes(run, CPU).peak >= parts + weight.nbytes
 
 
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors_count_by_their_values(layout: torch.layout) -> None:
-    rows = [torch.ones(100, 8), torch.ones(300, 8)]
+def test_nested_tensors_count_by_their_values() -> None:
+    rows = [torch.ones(10_000, 8), torch.ones(30_000, 8)]
 
     def run() -> None:
-        nested = torch.nested.as_nested_tensor(rows, layout=layout)
+        nested = torch.nested.as_nested_tensor(rows, layout=torch.strided)
         _twice = nested * 2.0
 
-    assert pass_bytes(run, CPU).peak >= 2 * 400 * 8 * 4
+    assert pass_bytes(run, CPU).peak >= 2 * 40_000 * 8 * 4

@@ -158,8 +158,9 @@ def test_sparse_tensors_of_a_batch_count_by_their_indices_and_values():
 
 
 def test_tensors_inside_of_objects_of_a_batch_count():
-    x, device = torch.zeros(5, 2, device="meta"), torch.device("meta")
-    assert batch_bytes([SimpleNamespace(x=x, y=torch.zeros(5)), x], device) == 5 * 2 * 4
+    x, y = (torch.zeros(size, device="meta") for size in (10, 3))
+    batch = [SimpleNamespace(x=x, y=y, of=torch.zeros(5)), x]
+    assert batch_bytes(batch, torch.device("meta")) == (10 + 3) * 4
 
 
 def test_shared_parameters_buffers_and_gradients_count_once():
