@@ -216,11 +216,12 @@ def is_object(leaf: Any) -> bool:
 
 def _map_leaves(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """The pytree with `fn` applied to its tensors and objects."""
+    # Only its own methods know that the lengths in a packed sequence stay in host memory.
+    if isinstance(tree, (Tensor, PackedSequence)) or is_object(tree):
+        return cast(PyTree, fn(tree))
     if isinstance(tree, SplitsItself):
         return cast(PyTree, tree.changed(partial(_map_leaves, fn)))
-    # Only its own methods know that the lengths in a packed sequence stay in host memory.
-    is_leaf = isinstance(tree, (Tensor, PackedSequence)) or is_object(tree)
-    return cast(PyTree, fn(tree) if is_leaf else _rebuild(tree, partial(_map_leaves, fn)))
+    return cast(PyTree, _rebuild(tree, partial(_map_leaves, fn)))
 
 
 def _copied_leaf(leaf: Any) -> Any:
