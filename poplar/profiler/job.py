@@ -222,15 +222,19 @@ class Job:
 
         Samples that are not rows are described one by one, so their number does not matter.
         """
-        rows, samples = list[str](), [self.example]
+        found, samples = list[str](), [self.example]
         if isinstance(self.example, pytree.SplitsItself):
             samples = [pytree.take(self.example, [at]) for at in range(len(self.example))]
         if self.rows is not None:
             # Measured lengths do not depend on how far the example happens to be padded.
             whole = self.rows if self.measured_lengths is None else at_length(self.rows, 1)
-            rows = [f"{list(t.shape[1:])}:{t.dtype}" for t in pytree.tensors(whole)]
+            found = [f"{list(t.shape[1:])}:{t.dtype}" for t in pytree.tensors(whole)]
             samples = [list(filter(pytree.is_object, pytree.leaves(each))) for each in samples]
-        return " ".join([*rows, *sorted(set(map(_shapes, samples)))]).strip() or UNKNOWN_SIZE
+        if sizes := sorted(set(map(_shapes, samples)) - {""}):
+            found.append(f"{len(sizes)} sizes of samples ({digest(sizes)})")
+        if not found or any(UNKNOWN_SIZE in size for size in sizes):
+            found.append(UNKNOWN_SIZE)
+        return " ".join(found)
 
     def identity(
         self,

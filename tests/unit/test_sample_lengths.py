@@ -212,6 +212,7 @@ def test_sizes_of_samples_that_are_no_rows_are_part_of_the_identity(collate):
     assert entry(small) == entry([*small, *small])
     assert entry(small) != entry(large)
     assert entry(small) != entry(small[:2])
+    assert len(entry(graphs.dataset(50) + graphs.dataset(50, nodes=16))) < 100, "it is in messages"
 
 
 def test_an_example_that_was_not_collated_has_the_same_identity():
