@@ -18,6 +18,10 @@ from poplar.values.plan import Plan
 
 PyTree = TypeVar("PyTree")
 
+_INTEGERS = (torch.int32, torch.int64)
+_OTHER_UNIT = 2.0
+"""A batch that is longer than the longest sample, or shorter than the shortest, by this factor is
+no batch of such samples: collate functions may pad a little further."""
 _GLOBAL_BATCHES_IN_A_GROUP = 50
 """Global batches that are sorted by length together, as Hugging Face's Trainer does."""
 
@@ -157,6 +161,17 @@ class SampleLengths:
             f"{float(values.mean()):g}, memory at quantile {self._quantile} ({digest_of(values)})"
         )
 
+    def check_padded(self, length: int) -> None:
+        """Raise ValueError if a batch of samples with these lengths is not padded to `length`."""
+        shortest, longest = float(self._sorted[0]), float(self._sorted[-1])
+        if not shortest / _OTHER_UNIT <= length <= longest * _OTHER_UNIT:
+            raise ValueError(
+                f"lengths= has samples of {shortest:g} to {longest:g}, but the longest dim 1 of "
+                f"example_batch is {length}, so they are not lengths of its tensors of the shape "
+                "[samples, length, ...]; give lengths in elements of dim 1 (not in seconds), or "
+                "leave out lengths= if the length is another dim"
+            )
+
     def _typical(self, samples: int) -> int:
         """The expected longest of so many samples, rounded up."""
         count = len(self._sorted)
@@ -186,6 +201,9 @@ def padded_length(batch: Any) -> int:
 def at_length(batch: PyTree, length: int) -> PyTree:
     """The batch with another padded length: tensors whose dim 1 is that length are cut or repeated.
 
+    A vector of integers of which the largest is the padded length holds the lengths of the samples,
+    as losses with CTC and packed sequences need them: they change in proportion.
+
     Args:
         batch: with at least one such tensor; its samples are rows.
         length: at least 1.
@@ -193,6 +211,9 @@ def at_length(batch: PyTree, length: int) -> PyTree:
     present = padded_length(batch)
 
     def resized(tensor: Tensor) -> Tensor:
+        is_of_integers = tensor.dim() == 1 and tensor.dtype in _INTEGERS and tensor.numel() > 0
+        if is_of_integers and int(tensor.max()) == present:
+            return (tensor * length).div(present, rounding_mode="floor").clamp(min=1)
         if tensor.dim() < 2 or tensor.shape[1] != present:
             return tensor
         places = torch.arange(length, device=tensor.device) % present

@@ -175,11 +175,14 @@ class Job:
         check_quantile(self.length_quantile)
         if pytree.samples_in(self.example) < 1:
             raise ValueError("example_batch has no samples; give at least one")
-        if self.measured_lengths is not None and not padded_length(self.rows):
-            raise ValueError(
-                "lengths= needs an example_batch with tensors of the shape [samples, length, ...], "
-                "which are cut or repeated along dim 1"
-            )
+        if self.measured_lengths is not None:
+            present = padded_length(self.rows)
+            if not present:
+                raise ValueError(
+                    "lengths= needs an example_batch with tensors of the shape [samples, length, "
+                    "...], which are cut or repeated along dim 1"
+                )
+            self.measured_lengths.check_padded(present)
 
     def must_be_equal(self) -> dict[str, Any]:
         """What must be equal on all ranks, because they would otherwise wait for each other."""

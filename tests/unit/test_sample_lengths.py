@@ -68,6 +68,23 @@ def test_a_batch_is_cut_or_repeated_to_a_length():
     assert at_length(batch, 8)["sum"] == [1, 2]
 
 
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_lengths_of_samples_in_a_batch_change_with_it(length):
+    batch = {
+        "sound": torch.randn(3, 6, 2),
+        "frames": torch.tensor([6, 2, 5]),
+        "labels": torch.tensor([1, 0, 7]),
+        "words": torch.tensor([2, 2, 1], dtype=torch.int32),
+    }
+    resized = at_length(batch, length)
+    torch.nn.utils.rnn.pack_padded_sequence(
+        resized["sound"], resized["frames"], batch_first=True, enforce_sorted=False
+    )
+    assert int(resized["frames"].max()) == length
+    assert resized["labels"] is batch["labels"]
+    assert resized["words"] is batch["words"]
+
+
 class Words(nn.Module):
     """Activations in proportion to the padded tokens; keeps the shapes that it saw."""
 
@@ -236,7 +253,7 @@ def test_lengths_leave_alone_samples_that_are_no_rows():
     job.check()
     assert job.measured_lengths is None
     padded = CollateMicroBatches(lambda rows: {"ids": torch.stack(rows)})
-    rows = job_of(example=padded([torch.ones(5)] * 3), lengths=[1, 2])
+    rows = job_of(example=padded([torch.ones(5)] * 3), lengths=[2, 6])
     rows.check()
     assert rows.measured_lengths is not None
 
@@ -259,6 +276,8 @@ def test_lengths_are_part_of_the_identity():
         ({"lengths": torch.ones(2, 2)}, "must have one dimension"),
         ({"lengths": [1], "length_quantile": 1.0}, "length_quantile must be above 0 and below 1"),
         ({"lengths": [1], "example": torch.zeros(3)}, "tensors of the shape \\[samples, length"),
+        ({"lengths": [0.5, 2.5], "example": torch.zeros(3, 6)}, "not in seconds"),
+        ({"lengths": [300, 900], "example": torch.zeros(3, 80, 500)}, "longest dim 1 .* is 80"),
         (
             {"lengths": [0], "example": CollateMicroBatches(graphs.as_dict)(graphs.dataset(2))},
             "finite numbers above 0",
