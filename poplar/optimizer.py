@@ -99,8 +99,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     A rank that the plan leaves out (`Plan.left_out`, `is_active`) makes the same calls and gets the
     same results, without a collective in any step: `micro_batches` yields nothing there, and other
     calls wait until the active ranks have made theirs. Its model is current inside
-    `full_parameters()` alone: outside, a call of the model and `model.state_dict()` raise, as
-    `state_dict()` always does.
+    `full_parameters()`, and after `release()`: elsewhere a call of the model and
+    `model.state_dict()` raise, as `state_dict()` always does.
 
     At stage 3, outside `full_parameters()`, `model.state_dict()` has a `ShardTensor` with this
     rank's part of each parameter, for `torch.distributed.checkpoint`; `torch.save` refuses it.
@@ -522,11 +522,12 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         the optimizer was built: of an fp32 model, the master values. Frozen parameters have the
         values that the model computed with. Hooks are removed and `.grad` is None. This optimizer
         cannot be used any more, but another one, for example at another stage, can take the model.
-        A rank that the plan leaves out keeps its old values.
+        A rank that the plan leaves out gets the parameters and buffers of the first active rank,
+        also if the model was built on `meta`.
 
         Args:
-            values: False drops the values and puts the parameters on `meta`: nothing is unsharded.
-                Buffers keep their values.
+            values: False drops the values and puts the parameters on `meta`: nothing is unsharded
+                or sent. Buffers keep their values.
 
         Raises:
             RuntimeError: called in the middle of a step or inside `full_parameters()`, or, with

@@ -5,7 +5,7 @@ of their own and the plan of these ranks alone, so nothing in the engine knows o
 that is left out has no engine. It makes the same calls as the others, and waits in each until the
 first active rank has announced the result through the store. The active ranks never wait for it. So
 the loops of all ranks stay in step, and a step costs the active ranks nothing. Only
-`full_parameters` sends it values.
+`full_parameters` and `release` send it values.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class ActiveRanks:
 
     announcements: Announcements | None = None
     """On the first active rank, which sends them, and on ranks that are left out, if there are."""
+    _values_group: Group | None = None
+    """The first active rank and those that are left out, on each of these, if there are."""
 
     def __init__(
         self,
@@ -115,10 +117,17 @@ class ActiveRanks:
                 f"{_DOING} cannot give it values; call it on the active ranks only "
                 "(optimizer.is_active)"
             )
-        if self.announcements is None:
-            return
         known = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        share_tensors(self._values_group, {name: known[name].data for name in names}, _DOING)
+        self.share_tensors({name: known[name].data for name in names}, _DOING)
+
+    @torch.no_grad()
+    def share_tensors(self, tensors: Mapping[str, Tensor], doing: str) -> None:
+        """Copy tensors of the first active rank to ranks that are left out. Collective for them.
+
+        Their names must be the same on all of these ranks.
+        """
+        if self._values_group is not None:
+            share_tensors(self._values_group, tensors, doing)
 
 
 def share_tensors(group: Group, tensors: Mapping[str, Tensor], doing: str) -> None:

@@ -41,7 +41,6 @@ from poplar.zero.setup import (
     build_engine,
     new_update,
     prepare_without_engine,
-    undo_cast,
     with_cut,
 )
 from poplar.zero.steps.step import SpeedFollower, Step
@@ -223,8 +222,7 @@ class TrainedModel:
         self._unregister = register_owner([], self.optimizer, hooks)
         assert self.ranks.announcements is not None
         checks = {"evaluate()": self._check_no_batches}
-        release: Callable[[], Any] = self._release_left_out
-        ends = {"release()": release, "full_gradients()": dict}
+        ends: dict[str, Callable[[], Any]] = {"full_gradients()": dict}
         self._has_dropped_batches = False
         given = whole, self.ranks.announcements, checks, ends
         self.calls = LeftOutCalls(*given, run=self._obey, idle=self._measure)
@@ -269,11 +267,6 @@ class TrainedModel:
             mark_present(parameter)
         self.calls = self._have_no_engine("this optimizer has released its model; build a new one")
         self.ranks.close()
-
-    def _release_left_out(self) -> None:
-        """What `release` does on a rank that is left out, whose values are old. Local."""
-        self.detach()
-        undo_cast(self.request)
 
     # What belongs to the user's optimizer.
 

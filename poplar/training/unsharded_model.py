@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from poplar.training.trained_model import TrainedModel
 from poplar.values.errors import agreed
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.setup import cast_parameters, undo_cast
+from poplar.zero.opaque_parameter import OpaqueBytes
+from poplar.zero.setup import cast_parameters, undo_cast, unmanaged_tensors
 from poplar.zero.unit import Unit
 from poplar.zero.weights.materialization import check_unused, move_to_meta
 
@@ -148,11 +150,47 @@ def _gather_masters(training: TrainedModel, flat: FlatParameter, whole: Tensor) 
 
 @torch.inference_mode(False)  # else the parameters could never be trained again
 def release(training: TrainedModel, values: bool) -> None:
-    """`HeteroZeroOptimizer.release`, which documents it. Collective."""
+    """`HeteroZeroOptimizer.release`, which documents it. Collective over all ranks."""
+    model, request, ranks = training.model, training.request, training.ranks
+    lasting = _LastingValues({}, [])
+    if ranks.is_active:
+        lasting = _prepare_release(training, values)
+    if ranks.left_out:
+        training.calls.let_all_run(_RELEASE if ranks.is_active else "")
+
+        def prepare() -> _LastingValues:
+            return lasting if ranks.is_active else _memory_of_left_out(training, values)
+
+        lasting = run_on_all_ranks(ranks.whole_control, prepare, doing=_RELEASE)
+    training.detach()
+    if not values:
+        move_to_meta(list(model.parameters()))
+        undo_cast(request)
+        return
+    with request.values.real_tensors(request.device):
+        for parameter, copy in lasting.of_parameters.items():
+            parameter.grad = None
+            parameter.data = copy
+    for each, bytes_of_all in lasting.of_opaque:
+        each.use_values(bytes_of_all, lasting=True)
+        each.attach_parameters()
+    undo_cast(request)
+    ranks.share_tensors(unmanaged_tensors(request, ()), _RELEASE)
+
+
+class _LastingValues(NamedTuple):
+    """What the model has after `release`, in memory of its own."""
+
+    of_parameters: dict[nn.Parameter, Tensor]
+    of_opaque: list[tuple[OpaqueBytes, Tensor]]
+
+
+def _prepare_release(training: TrainedModel, values: bool) -> _LastingValues:
+    """Check that the engine can end, and copy the values that it has. Collective."""
     engine, model, request = training.engine, training.model, training.request
 
     def check() -> None:
-        engine.reject_open_step("release()")
+        engine.reject_open_step(_RELEASE)
         if engine.values.present:
             raise RuntimeError("release() inside full_parameters(); leave that context first")
         if not values:
@@ -163,17 +201,14 @@ def release(training: TrainedModel, values: bool) -> None:
                 )
             check_unused(model.parameters())
 
-    run_on_all_ranks(engine.control, check, doing="release()")
+    run_on_all_ranks(engine.control, check, doing=_RELEASE)
     if not values:
-        training.detach()
-        move_to_meta(list(model.parameters()))
-        undo_cast(request)
-        return
+        return _LastingValues({}, [])
     with_masters = {flat for flat in engine.flats if flat.has_masters}
     others = [u for u in engine.units if u.opaque or not with_masters.issuperset(u.flats)]
     opaque = [opaque for unit in engine.units for opaque in unit.opaque]
 
-    def allocate() -> tuple[dict[nn.Parameter, Tensor], Tensor, list[Tensor]]:
+    def allocate() -> tuple[_LastingValues, Tensor]:
         copies = {
             p: torch.empty(p.shape, dtype=request.dtypes[p], device=flat.device)
             for flat in engine.flats
@@ -181,10 +216,10 @@ def release(training: TrainedModel, values: bool) -> None:
         }
         numel = max((flat.numel for flat in with_masters), default=0)
         whole = torch.empty(numel, dtype=torch.float32, device=request.device)
-        return copies, whole, [each.values.clone() for each in opaque]
+        return _LastingValues(copies, [(each, each.values.clone()) for each in opaque]), whole
 
     with torch.no_grad(), engine.values.unsharded(writeback=False, units=others):
-        copies, whole, frozen = run_on_all_ranks(engine.control, allocate, doing="release()")
+        lasting, whole = run_on_all_ranks(engine.control, allocate, doing=_RELEASE)
         for flat in engine.flats:
             sources: list[Tensor] = list(flat.parameters)
             if flat in with_masters:
@@ -193,15 +228,23 @@ def release(training: TrainedModel, values: bool) -> None:
                 parts = enumerate(flat.parts(whole))
                 sources = [sources[at] if at in replaced else part for at, part in parts]
             for parameter, source in zip(flat.parameters, sources, strict=True):
-                copies[parameter].copy_(source)
-    training.detach()
-    for parameter, copy in copies.items():
-        parameter.grad = None
-        parameter.data = copy
-    for each, bytes_of_all in zip(opaque, frozen, strict=True):
-        each.use_values(bytes_of_all, lasting=True)
-        each.attach_parameters()
-    undo_cast(request)
+                lasting.of_parameters[parameter].copy_(source)
+    return lasting
+
+
+def _memory_of_left_out(training: TrainedModel, values: bool) -> _LastingValues:
+    """Memory for the values of the others, on a rank that is left out. Local."""
+    request = training.request
+    if not values:
+        check_unused(training.model.parameters())
+        return _LastingValues({}, [])
+    memory = {
+        parameter: torch.empty_like(parameter, dtype=dtype, device=request.device)
+        for parameter, dtype in request.dtypes.items()
+        if parameter.is_meta or parameter.dtype != dtype
+    }
+    return _LastingValues(memory, [])
 
 
 _INSIDE = "full_parameters(masters=True) inside full_parameters(); leave that context first"
+_RELEASE = "release()"

@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,7 @@ from poplar import CollectiveTimeout, HeteroZeroOptimizer, Plan
 from poplar.comm import announcements
 from poplar.elastic import MemoryCheckpoints
 from poplar.monitoring import JsonLines, Monitor, Progress
+from poplar.training import unsharded_model
 from poplar.zero.streams import StepTiming
 
 RECIPE = Recipe(max_norm=0.1, batches=(12, 12))
@@ -126,6 +128,102 @@ def test_old_weights_are_not_saved_by_mistake(ranks: Pool, stage: int) -> None:
                 assert "rank 0 is left out" in messages[0]
             else:
                 assert not any(messages), (rank, situation, messages)
+
+
+EVERYONE = Plan.even(4, 12, 3, stage=0)
+
+
+def release_and_build_again(
+    stage: int, later: bool, on_meta: bool, dtype: torch.dtype
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Train without rank 0, release, and let all ranks train all of the model.
+
+    `later`: rank 0 has trained before. `dtype`: in which an fp32 model computes.
+    """
+    given: dict[str, Any] = {"lr": 0.1, "process_group": harness.group(), "compute_dtype": dtype}
+    torch.manual_seed(harness.rank())
+    with poplar.parameters_on_meta() if on_meta else nullcontext():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model.register_buffer("counted", torch.zeros(3))
+    if not on_meta:
+        model.to(harness.device())
+    model[0].requires_grad_(False)
+    samples = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+
+    def take_step(optimizer: HeteroZeroOptimizer) -> float:
+        counts, rank = optimizer.plan.cut(12), harness.rank()
+        own = samples.split(counts)[rank].to(harness.device()) if counts[rank] else None
+        return optimizer.train_step(lambda m, batch: m(batch).square().mean(), own).loss
+
+    without, everyone = plan_of(stage, left_out=0), replace(EVERYONE, stage=stage)
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=everyone if later else without, **given
+    )
+    take_step(optimizer)
+    if later:
+        optimizer.apply_plan(without)
+        take_step(optimizer)
+    if optimizer.is_active:
+        model.counted.fill_(7.0)
+    optimizer.release()
+    released = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
+    model.requires_grad_(True)
+    again = HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=replace(EVERYONE, stage=3 - stage), **given
+    )
+    with again.full_parameters(masters=True):
+        taken = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
+    return {"released": released, "taken": taken, "loss": {"": torch.tensor(take_step(again))}}
+
+
+@pytest.mark.parametrize(
+    ("later", "on_meta", "dtype"),
+    [(False, False, torch.bfloat16), (True, False, torch.float32), (True, True, torch.bfloat16)],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_was_left_out_gets_the_trained_values_by_release(
+    ranks: Pool, stage: int, later: bool, on_meta: bool, dtype: torch.dtype
+) -> None:
+    by_rank = ranks.run(release_and_build_again, stage, later, on_meta, dtype)
+    trained = by_rank[1]["released"]
+    assert trained["counted"].tolist() == [7.0] * 3
+    assert all(t.dtype is torch.float32 for t in trained.values())
+    for found in by_rank:
+        training.assert_same(found["released"], trained)
+        training.assert_same(found["taken"], trained)
+        assert found["loss"] == by_rank[0]["loss"]
+
+
+def release_without_values(stage: int) -> bool:
+    model, optimizer = training.prepare(Run(RECIPE, plan_of(stage)))
+    optimizer.release(values=False)
+    return all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_release_without_values_puts_all_ranks_on_meta(ranks: Pool, stage: int) -> None:
+    assert all(ranks.run(release_without_values, stage))
+
+
+def fail_to_release(stage: int) -> tuple[Failure, float]:
+    """A rank that is left out has no memory for the values; the loss of the next step."""
+    run = Run(RECIPE, plan_of(stage))
+    model, optimizer = training.prepare(run)
+    fails = mock.patch.object(
+        unsharded_model, "_memory_of_left_out", side_effect=MemoryError("no memory here")
+    )
+    with fails, harness.catching() as caught:
+        optimizer.release()
+    return caught[0], training.take_step(run, model, optimizer, 0)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_release_that_fails_on_a_rank_that_is_left_out_is_one_on_no_rank(
+    ranks: Pool, stage: int
+) -> None:
+    failures, losses = zip(*ranks.run(fail_to_release, stage), strict=True)
+    assert_raised(failures, "no memory here")
+    assert len(set(losses)) == 1
 
 
 def loss_here(model: nn.Module) -> float | str:
