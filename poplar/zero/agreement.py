@@ -246,8 +246,7 @@ def close_step(
     outcome += [float(settings.has_hooks), settings.digest, float(wants_to_agree)]
     outcome += [times.compute_seconds, times.waiting_seconds, *times.work]
     head = torch.tensor(outcome, dtype=torch.float64, device="cpu")
-    used = torch.tensor(_used(flats), dtype=torch.float64, device="cpu")
-    received = control.exchange(torch.cat([head, used]), what="closing a step")()
+    received = control.exchange(torch.cat([head, _used(flats)]), what="closing a step")()
     pending.wait()
     if any(bool(values[0]) for values in received):
         _raise_if_too_large(control, [values[:3].tolist() for values in received])
@@ -330,11 +329,20 @@ def _raise_if_too_large(control: Control, outcomes: Sequence[Sequence[float]]) -
         raise agreed(MicroBatchesTooLarge(batches))
 
 
-def _used(flats: Sequence[FlatParameter]) -> list[int]:
+def agree_on_unused(
+    control: Control, flats: Sequence[FlatParameter]
+) -> dict[FlatParameter, set[int]]:
+    """Positions of parameters that got a gradient on no rank. Collective."""
+    received = control.exchange(_used(flats), what="the parameters that a step uses")()
+    return _unused(flats, [words.tolist() for words in received])
+
+
+def _used(flats: Sequence[FlatParameter]) -> Tensor:
     """Which parameters got a gradient on this rank, as the bits of words."""
     flags = [place in flat.used for flat in flats for place in range(len(flat.parameters))]
     words = [flags[first : first + _FLAGS] for first in range(0, len(flags), _FLAGS)]
-    return [sum(flag << bit for bit, flag in enumerate(word)) for word in words]
+    bits = [sum(flag << bit for bit, flag in enumerate(word)) for word in words]
+    return torch.tensor(bits, dtype=torch.float64, device="cpu")
 
 
 def _unused(

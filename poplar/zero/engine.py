@@ -11,7 +11,7 @@ from poplar.comm import Control
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.values.errors import CollectiveTimeout
 from poplar.values.plan import Plan
-from poplar.zero.agreement import leader_of
+from poplar.zero.agreement import agree_on_unused, leader_of
 from poplar.zero.engine_hooks import EngineHooks
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import Removable
@@ -240,7 +240,7 @@ class Engine:
 
     @property
     def removed_gradients(self) -> list[str]:
-        """The parameters whose `.grad` the user has set to None, as far as that was read back."""
+        """The parameters that are left out of the step, as far as that was read back."""
         return [flat.names[position] for flat in self.trained for position in sorted(flat.removed)]
 
     def stop_all_ranks(self, reason: str) -> None:
@@ -264,10 +264,24 @@ class Engine:
         """Wait until the gradient is final wherever the update and the user read it. Collective."""
         self.wait_for_reductions()
         if self.step.phase < Phase.FINAL:
+            if self.strategy.shows_gradients:
+                self._leave_out_unused()
             self.strategy.finish_gradients(self.units)
             self.step.advance(Phase.FINAL)
             if not self.strategy.shows_gradients and not self.step.gradients_are_hidden:
                 self.set_placeholder_gradients(self.trained)
+
+    def _leave_out_unused(self) -> None:
+        """Leave what got a gradient on no rank out of the step. Collective, unless it is closed."""
+        state = self.step
+        if state.summary is None:
+            unused = agree_on_unused(self.control, self.trained)
+        else:
+            unused = state.summary.unused
+        for flat in self.trained:
+            flat.leave_out(unused[flat])
+        if state.settings is not None:
+            state.settings.leave_out(self.removed_gradients)
 
     def empty_gradients(self) -> list[Tensor]:
         """Memory for `full_gradients`."""

@@ -117,8 +117,8 @@ class FlatParameter(UnshardedBuffer):
         self.used: set[int] = set()
         """Positions of the parameters that got a gradient on this rank in this step."""
         self.removed: Set[int] = set()
-        """Positions of the parameters whose `.grad` the user has set to None, which leaves them out
-        of this step."""
+        """Positions of the parameters that are left out of this step, because `.grad` is None: the
+        user has set it, or it shows the gradient and no rank has one."""
         self.has_placeholders = False
         """`.grad` of each parameter was set to a placeholder, which Poplar has not dropped yet."""
         self.is_local = is_local

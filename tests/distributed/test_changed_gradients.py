@@ -238,7 +238,7 @@ def test_gradient_removed_on_one_rank_is_an_error_on_all(ranks: Pool, stage: int
     answers = ranks.run(remove_on_one_rank, Run(recipe, uneven(stage)))
     failures = training.assert_unchanged(answers, recipe)
     named = "['head.weight', 'head.bias'] on rank(s) [3]"
-    assert_raised(failures, "whose .grad was set to None", named, kind=ValueError)
+    assert_raised(failures, "whose .grad is None", named, kind=ValueError)
 
 
 def remove_on_one_rank_after_clipping(run: Run, clips_again: bool) -> list[Failure]:
@@ -265,6 +265,155 @@ def test_gradient_removed_on_one_rank_after_clipping_is_an_error_of_the_next_ste
     assert_raised(
         [failure for (failure,) in answers], "head.weight", "load a checkpoint on all ranks"
     )
+
+
+# Gradients of several tasks, at stage 0
+
+
+class Tasks(nn.Module):
+    """Two heads, of which each task uses one, and a layer that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        return self.heads[task](self.trunk(x).tanh()).square().mean()
+
+
+def add_gradients_of_tasks(
+    model: Tasks,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Tensor],
+    order: Callable[..., Tensor],
+    clip: Clip,
+) -> list[float]:
+    """As PCGrad does by hand: the gradients of each task, and then their sum in `.grad`."""
+    norms = []
+    for batch in batches:
+        by_task = []
+        for task in range(2):
+            optimizer.zero_grad()
+            model(batch, task).backward()
+            by_task.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+
+        def change(model: nn.Module, by_task: Any = by_task) -> None:
+            for parameter, own in zip(model.parameters(), zip(*by_task, strict=True), strict=True):
+                found = [gradient for gradient in own if gradient is not None]
+                parameter.grad = sum(found) if found else None
+
+        norms.append(float(order(change, model, clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def build_tasks(dtype: torch.dtype) -> tuple[Tasks, list[Tensor]]:
+    torch.manual_seed(3)
+    return Tasks().to(dtype), [torch.randn(12, 6, dtype=dtype) for _ in range(3)]
+
+
+def add_gradients_on_ranks(dtype: torch.dtype, order: Callable[..., Tensor]) -> Steps:
+    model, batches = build_tasks(dtype)
+    optimizer = HeteroZeroOptimizer(
+        model.to(harness.device()),
+        torch.optim.AdamW,
+        plan=Plan.manual("3,3,3,3", stage=0),
+        process_group=harness.group(),
+        compute_dtype=dtype,
+        lr=1e-2,
+        weight_decay=0.1,
+    )
+    own = [batch.split(3)[harness.rank()].to(harness.device()) for batch in batches]
+    norms = add_gradients_of_tasks(
+        model, optimizer, own, order, lambda: optimizer.clip_grad_norm_(0.05)
+    )
+    return norms, training.whole_parameters(model, optimizer)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_of_tasks_that_are_added_by_hand_update_all_heads(
+    ranks: Pool, order: Callable[..., Tensor]
+) -> None:
+    """Also the head that the last backward has not used; the spare layer does not decay."""
+    model, batches = build_tasks(torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    norms = add_gradients_of_tasks(
+        model,
+        optimizer,
+        batches,
+        order,
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05),
+    )
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    changed = {n.partition(".")[0] for n, p in expected.items() if not torch.equal(p, before[n])}
+    assert changed == {"trunk", "heads"}
+    assert_steps(ranks.run(add_gradients_on_ranks, torch.float32, order), (norms, expected))
+
+
+def heads_after_bf16(order: Callable[..., Tensor]) -> tuple[bool, bool]:
+    """Whether both heads, and whether the spare layer, have changed."""
+    before, _ = build_tasks(torch.bfloat16)
+    _, after = add_gradients_on_ranks(torch.bfloat16, order)
+    changed = {n for n, p in before.named_parameters() if not torch.equal(p, after[n])}
+    return {"heads.0.weight", "heads.1.weight"} <= changed, "spare.weight" in changed
+
+
+def test_gradients_in_fp32_may_be_set_of_bf16_parameters(ranks: Pool) -> None:
+    assert set(ranks.run(heads_after_bf16, clip_last)) == {(True, False)}
+
+
+WITH_UNUSED = ModelSpec(blocks=2, unused=True)
+
+
+def shown_gradients(open_form: bool) -> set[str]:
+    """The parameters whose `.grad` is None after the passes, or in a hook of `train_step`."""
+    run = Run(replace(RECIPE, spec=WITH_UNUSED), uneven(0, IDLE_RANK))
+    model, optimizer = training.prepare(run)
+
+    def hidden() -> set[str]:
+        return {name for name, p in model.named_parameters() if p.grad is None}
+
+    found: list[set[str]] = []
+    if open_form:
+        passes(run, model, optimizer, 0)
+        found.append(hidden())
+    else:
+        optimizer.register_step_pre_hook(lambda *_: found.append(hidden()))
+        training.take_step(run, model, optimizer, 0)
+    return found[0]
+
+
+@pytest.mark.parametrize("open_form", [True, False])
+def test_stage_0_shows_no_gradient_of_what_no_rank_has_used(ranks: Pool, open_form: bool) -> None:
+    """A rank has no samples, and sees the gradients of the others."""
+    unused = {"never.weight", "never.bias", "blocks.1.never"}
+    assert all(found == unused for found in ranks.run(shown_gradients, open_form))
+
+
+def set_on_one_rank(run: Run) -> training.Answer:
+    model, optimizer = training.prepare(run)
+
+    def act() -> None:
+        passes(run, model, optimizer, 1)
+        if harness.rank() == LAST:
+            model.never.bias.grad = torch.ones_like(model.never.bias)
+        optimizer.step()
+
+    return training.between_good_steps(run, model, optimizer, act)
+
+
+def test_stage_0_gradient_of_an_unused_parameter_set_on_one_rank_is_an_error_on_all(
+    ranks: Pool,
+) -> None:
+    recipe = replace(RECIPE, spec=WITH_UNUSED, batches=(12, 12))
+    failures = training.assert_unchanged(
+        ranks.run(set_on_one_rank, Run(recipe, uneven(0))), recipe
+    )
+    assert_raised(failures, "whose .grad is None", "never.bias", kind=ValueError)
 
 
 # Other changes

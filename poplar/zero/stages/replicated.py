@@ -137,8 +137,11 @@ class Replicated(LocalAccumulation):
 
 
 def _expose_gradients(flat: FlatParameter) -> None:
-    """Set `.grad` to the mean gradient: a view of the buffer, in fp32."""
-    for parameter, offset in zip(flat.parameters, flat.offsets, strict=True):
+    """Set `.grad` to the mean gradient: a view of the buffer, in fp32. Not of what is left out."""
+    pairs = enumerate(zip(flat.parameters, flat.offsets, strict=True))
+    for position, (parameter, offset) in pairs:
         if flat.dtype is not torch.float32:
             parameter.grad_dtype = None  # of any dtype
-        parameter.grad = flat.gradient[offset : offset + parameter.numel()].view(parameter.shape)
+        if position not in flat.removed:
+            part = slice(offset, offset + parameter.numel())
+            parameter.grad = flat.gradient[part].view(parameter.shape)

@@ -257,7 +257,10 @@ class Strategy(ABC):
         self.reductions.finish()
 
     def finish_gradients(self, units: Sequence[Unit]) -> None:
-        """After `wait_for_reductions`: wait until `flat.gradient` and `.grad` are final."""
+        """After `wait_for_reductions`: wait until `flat.gradient` and `.grad` are final.
+
+        Where `.grad` shows the gradient, `flat.removed` has what got none on any rank.
+        """
 
     def begin_step(self) -> None:
         """Reset the state of a step. All ranks have left the previous step by now."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 UPDATES = "the number of updates since the last load"
-REMOVED = "the list of parameters whose .grad was set to None"
+REMOVED = "the list of parameters whose .grad is None"
 LATER = "what the last update was taken with, beside the settings that were compared,"
 
 _Key = str | tuple[str, int]
@@ -66,7 +66,7 @@ class StepSettings:
         self._numbers = {key: _number(value) for key, value in self._given.items()}
 
     def leave_out(self, removed: Sequence[str]) -> None:
-        """Leave out the parameters whose `.grad` the user has set to None, of which these are all.
+        """Leave out the parameters whose `.grad` is None, of which these are all.
 
         It is known when the passes have been finished.
         """
