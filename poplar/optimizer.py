@@ -272,6 +272,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         """The state of each parameter, as this rank has it. Set it to an empty dict to reset it.
 
+        It has what the optimizer class keeps. Values can be set in it, but no further keys: keep
+        what a wrapper needs in a dict by parameter. Between steps `.grad` is None.
+
         Raises:
             RuntimeError: the plan leaves this rank out, or after `release()`: there is no state.
         """
@@ -745,7 +748,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         training.step.nonfinite.raise_here()
         if training.update.collected is not None:
             return collected_state_dict(self, training.update.collected)
-        return training.with_own_state(super().state_dict())
+        state = super().state_dict()
+        state["state"] = {key: {**values} for key, values in state["state"].items()}
+        return training.with_own_state(state)
 
     @collective
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -97,6 +97,46 @@ def test_loading_its_own_state_changes_nothing(ranks: Pool, stage: int) -> None:
         assert_close(parameters, reference.train(RECIPE).parameters)
 
 
+def set_in_state(stage: int) -> dict[str, Any]:
+    """What setting values in the state of a parameter does, as wrappers of an optimizer do."""
+    run = Run(RECIPE, uneven(stage))
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    parameter = model.blocks[0].up.weight
+    state = optimizer.state[parameter]
+    slow = torch.ones_like(state["exp_avg"])
+    messages = []
+    for add in (
+        lambda: state.__setitem__("slow", slow),
+        lambda: state.setdefault("slow", slow),
+        lambda: state.update(slow=slow),
+    ):
+        with harness.catching() as caught:
+            add()
+        messages.append(caught[0].message if caught else "")
+    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+    saved = optimizer.state_dict()["state"]
+    copied = copy.deepcopy(state)
+    copied["slow"] = slow
+    return {
+        "messages": messages,
+        "keys": optimizer.state[parameter].keys() ^ state.keys(),
+        "exp_avg": float(abs(everything(model, optimizer)["blocks.0.up.weight.exp_avg"]).sum()),
+        "classes": {type(values) for values in (*saved.values(), copied)},
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_key_that_the_class_does_not_have_cannot_be_set(ranks: Pool, stage: int) -> None:
+    """A value of another key is in effect. A rank owns nothing."""
+    for found in ranks.run(set_in_state, stage):
+        assert all("in a dict of your own, by parameter" in text for text in found["messages"])
+        assert len(found["messages"]) == 3
+        assert not found["keys"]
+        assert found["exp_avg"] == 0.0
+        assert found["classes"] == {dict}
+
+
 def read_state_before_the_first_step(run: Run) -> dict[str, Tensor]:
     """torch's helpers and trainers create the state before there was an update."""
     model, optimizer = training.prepare(run)

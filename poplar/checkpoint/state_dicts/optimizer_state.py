@@ -5,7 +5,8 @@ It is the `state` of the optimizer, which torch's `get_state_dict` and `Optimize
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +22,49 @@ MASTER = "master"
 """State of parameters that are not fp32: their fp32 values."""
 
 
+class WritableState(dict[str, Any]):
+    """The state of one parameter: what is set in it is written into the optimizer, or raises.
+
+    A copy is a dict of the user.
+    """
+
+    _write: Callable[[Mapping[str, Any]], None] | None = None
+
+    def written_by(self, write: Callable[[Mapping[str, Any]], None]) -> WritableState:
+        """This state, all of which `write` writes if a value is set."""
+        self._write = write
+        return self
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.update({key: value})
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *values: Any, **more: Any) -> None:
+        given = dict(*values, **more)
+        if self._write is None:
+            super().update(given)
+        elif given.keys() <= self.keys():
+            self._write({**self, **given})
+        else:
+            raise _cannot_set(self, given)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
 class OptimizerState(Mapping[Tensor, dict[str, Any]]):
     """By trained parameter, the state of the elements that this rank owns.
 
     State that is cut with the parameter is a `ShardTensor`, or a tensor in the parameter's shape
     where every rank has the whole state (stage 0). These are views: updates change them, and what
-    is written into them is in effect. All other values, such as step counters, are copies, because
-    parameters share them. Of a parameter of which this rank owns nothing, all of them are empty
-    `ShardTensor`s, so that state dicts have the same keys on all ranks. State that no update has
-    created yet is created when it is read.
+    is written into them, or set in their place, is in effect. All other values, such as step
+    counters, are copies, because parameters share them. Of a parameter of which this rank owns
+    nothing, all of them are empty `ShardTensor`s, so that state dicts have the same keys on all
+    ranks. State that no update has created yet is created when it is read.
     """
 
     def __init__(self, engine: Engine, update: ShardedUpdate) -> None:
@@ -45,6 +80,9 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         if id(parameter) not in self._places:
             raise KeyError(parameter)
+        return WritableState(self._read(parameter)).written_by(partial(self.__setitem__, parameter))
+
+    def _read(self, parameter: Tensor) -> dict[str, Any]:
         place = self._places[id(parameter)]
         flat, run = place.flat, self._run_of(place)
         if run.tensor is None or not _is_owned(place):
@@ -67,13 +105,10 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
         """
         if not _is_owned(self._places[id(parameter)]):
             return
-        state = self[parameter]
+        state = self._read(parameter)
         shared = {key for key, value in state.items() if _is_shared(value, parameter)}
         if state.keys() != values.keys() or any(state[key] != values[key] for key in shared):
-            raise ValueError(
-                f"the state of this parameter has {_summary(state)}, got {_summary(values)}; use "
-                "load_state_dict() to change it"
-            )
+            raise _cannot_set(state, values)
         for key in state.keys() - shared:
             state[key].copy_(values[key])
 
@@ -122,6 +157,14 @@ def _is_owned(place: Place) -> bool:
 
 def _is_shared(value: Any, parameter: Tensor) -> bool:
     return not isinstance(value, Tensor) or (value.dim() == 0 and value.shape != parameter.shape)
+
+
+def _cannot_set(state: Mapping[str, Any], values: Mapping[str, Any]) -> ValueError:
+    return ValueError(
+        f"the state of this parameter has {_summary(state)}, got {_summary(values)}; use "
+        "load_state_dict() to change it. What the optimizer class does not have, as of a wrapper, "
+        "is not kept there: keep it in a dict of your own, by parameter"
+    )
 
 
 def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
