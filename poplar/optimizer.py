@@ -665,7 +665,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         The `HeteroBatchSampler` from which the batches of the steps come follows at the same step,
         and its global batches stay the same. `DataLoader` workers draw batches ahead, which belong
         to the plan of now. So the plan takes effect after the batches that any rank has drawn. A
-        stream (`split_stream`) follows if no workers read it.
+        stream (`split_stream`) follows if no workers read it, and several samplers (zipped loaders,
+        tasks in turns) if none has workers.
 
         Args:
             plan: the new plan, the same on all ranks.
@@ -677,7 +678,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: the plan has another world size or factors other layers, the optimizer class
-                does not support its stage, `at_step` is too early, or ranks pass different plans.
+                does not support its stage, `at_step` is too early, the batches of the steps cannot
+                follow, or ranks pass different plans.
             RuntimeError: called in the middle of a step, or inside `full_parameters()`.
             CollectiveTimeout: a rank did not make the call before the deadline. A rank that is left
                 out, now or by the plan, is needed only if the plan leaves out other ranks.

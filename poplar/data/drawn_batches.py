@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from poplar.values.plan import Plan
 
 _last_drawn: ref[DrawnBatches] | None = None
 """What has drawn a batch last in this process."""
+_drawn: WeakKeyDictionary[DrawnBatches, int] = WeakKeyDictionary()
+"""As `drawn_since_step`."""
 
 
 class DrawnBatches:
@@ -23,6 +25,8 @@ class DrawnBatches:
         changed then, on the rank where it had most often."""
         self._ahead: deque[int] = deque()
         """Of each batch of this iteration that was drawn and not taken, that number of changes."""
+        self._most_ahead = 0  # the largest number of them when one was taken
+        self._is_drawing = False  # the iteration has batches left
 
     def _is_last(self) -> None:
         global _last_drawn
@@ -35,8 +39,13 @@ class DrawnBatches:
             What it has drawn ahead. If the iteration is left, it clears this and not that of a
             later iteration, which may have begun before.
         """
-        self._ahead = deque()
+        self._ahead, self._most_ahead, self._is_drawing = deque(), 0, True
         return self._ahead
+
+    def _end(self, ahead: deque[int]) -> None:
+        """Note that the iteration that has drawn `ahead` is over."""
+        if ahead is self._ahead:
+            self._is_drawing = False
 
     def _draw(self) -> Plan:
         """Note that the next batch is drawn; returns its plan."""
@@ -44,6 +53,7 @@ class DrawnBatches:
         number = self._taken + len(self._ahead)
         _, changes, plan = [one for one in self._plans if one[0] <= number][-1]
         self._ahead.append(changes)
+        _drawn[self] = _drawn.get(self, 0) + 1
         return plan
 
     @property
@@ -64,6 +74,26 @@ class DrawnBatches:
         """Batches that were drawn and that no optimizer has taken yet."""
         return len(self._ahead)
 
+    @property
+    def is_drawing(self) -> bool:
+        """The iteration has batches left to draw."""
+        return self._is_drawing
+
+    @property
+    def is_open(self) -> bool:
+        """Batches of the iteration are left, drawn or not."""
+        return self._is_drawing or self.ahead > 0
+
+    @property
+    def draws_ahead(self) -> bool:
+        """Batches are drawn before the step of an earlier one, as `DataLoader` workers do."""
+        return self.ahead > 1 or (self._is_drawing and self._most_ahead > 0)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples in each global batch, under all plans; a last one may have fewer."""
+        return self._plan.global_batch
+
     def take(self) -> int:
         """Note that an optimizer has taken the next batch; called by optimizers.
 
@@ -72,10 +102,15 @@ class DrawnBatches:
             drawn.
         """
         self._taken += 1
-        return self._ahead.popleft() + 1 if self._ahead else 0
+        changes = self._ahead.popleft() + 1 if self._ahead else 0
+        self._most_ahead = max(self._most_ahead, self.ahead)
+        return changes
 
     def miss(self) -> None:
         """Note that an optimizer takes a step without a batch of these; called by optimizers."""
+
+    def lose_count(self) -> None:
+        """Note that it is not known whether an optimizer takes a batch; called by optimizers."""
 
     def skip(self, batches: int) -> None:
         """Note that no optimizer will take the first of the batches that were drawn."""
@@ -92,7 +127,7 @@ class DrawnBatches:
         Raises:
             ValueError: the plan has another global batch, or too many ranks with samples.
         """
-        if plan.global_batch != self._plan.global_batch:
+        if plan.global_batch != self.global_batch:
             raise ValueError(
                 f"the plan has global batches of {plan.global_batch} samples, but the "
                 f"{type(self).__name__} draws global batches of {self._plan.global_batch}; make a "
@@ -123,6 +158,14 @@ def drawn_by(loader: Any) -> Any:
     """The `DrawnBatches` of a loader, if it has one."""
     sources = (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None), loader)
     return next((source for source in sources if isinstance(source, DrawnBatches)), None)
+
+
+def drawn_since_step() -> WeakKeyDictionary[DrawnBatches, int]:
+    """What has drawn batches in this process since a step began, with their number.
+
+    Optimizers clear it when a step begins.
+    """
+    return _drawn
 
 
 def last_drawn() -> DrawnBatches | None:
