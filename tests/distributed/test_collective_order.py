@@ -282,3 +282,91 @@ def test_the_root_unit_may_be_needed_before_or_after_the_blocks(communicator: st
     """In the first pass rank 0 waits for it while the others have not reached it."""
     losses = harness.one_off(4, take_a_first_step, communicator)
     assert len(set(losses)) == 1, losses
+
+
+class Decoder(nn.Linear):
+    """A block of the language model."""
+
+
+class WithATower(nn.Module):
+    """Its tower, which only batches with images use, runs first and is registered last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Decoder(6, 6) for _ in range(3))
+        self.tower = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor, image: Tensor | None) -> Tensor:
+        for layer in self.tower if image is not None else ():
+            image = torch.tanh(layer(image))
+        x = x if image is None else x + image
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+RANKS_WITH_IMAGES: tuple[Sequence[int], ...] = ((1,), (0, 2), (), (1, 3))
+"""By step. The leader has none in the first."""
+
+
+def loss_with_images(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    image = batch["image"] if bool(batch["has_image"][0]) else None
+    return model(batch["x"], image).square().mean()
+
+
+def batches_with_images() -> list[list[dict[str, Tensor]]]:
+    """By step and rank."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [
+            {
+                "x": torch.randn(2, 6, generator=generator),
+                "image": torch.randn(2, 6, generator=generator),
+                "has_image": torch.full((2,), rank in having),
+            }
+            for rank in range(4)
+        ]
+        for having in RANKS_WITH_IMAGES
+    ]
+
+
+def train_with_images(names_units: bool) -> tuple[list[Failure], list[Tensor]]:
+    torch.manual_seed(0)
+    model = WithATower().to(harness.device())
+    given = {"units": [Decoder]} if names_units else {}
+    optimizer = HeteroZeroOptimizer(
+        model,
+        torch.optim.SGD,
+        plan=Plan.even(4, 8, 2, 3),
+        process_group=harness.group(),
+        compute_dtype=torch.float32,
+        lr=0.1,
+        **given,
+    )
+    with harness.catching() as caught:
+        for step in batches_with_images():
+            optimizer.train_step(loss_with_images, training.on_device(step[harness.rank()]))
+    with optimizer.full_parameters():
+        return caught, [parameter.detach().cpu().clone() for parameter in model.parameters()]
+
+
+def test_a_module_that_runs_first_for_some_data_may_belong_to_the_root(ranks: Pool) -> None:
+    torch.manual_seed(0)
+    model = WithATower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in batches_with_images():
+        for batch in step:
+            (loss_with_images(model, batch) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for caught, trained in ranks.run(train_with_images, True):
+        assert not caught
+        for mine, theirs in zip(trained, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_unit_that_runs_first_for_some_data_is_an_error_that_names_the_remedy(
+    ranks: Pool,
+) -> None:
+    failures = [caught[0] for caught, _ in ranks.run(train_with_images, False)]
+    training.assert_raised(failures, "leave it out of the units", "rank 1")
