@@ -330,18 +330,17 @@ def batches_with_images() -> list[list[dict[str, Tensor]]]:
     ]
 
 
-def train_with_images(names_units: bool) -> tuple[list[Failure], list[Tensor]]:
+def train_with_images(unit: type[nn.Module]) -> tuple[list[Failure], list[Tensor]]:
     torch.manual_seed(0)
     model = WithATower().to(harness.device())
-    given = {"units": [Decoder]} if names_units else {}
     optimizer = HeteroZeroOptimizer(
         model,
         torch.optim.SGD,
         plan=Plan.even(4, 8, 2, 3),
         process_group=harness.group(),
         compute_dtype=torch.float32,
+        units=[unit],
         lr=0.1,
-        **given,
     )
     with harness.catching() as caught:
         for step in batches_with_images():
@@ -359,7 +358,7 @@ def test_a_module_that_runs_first_for_some_data_may_belong_to_the_root(ranks: Po
             (loss_with_images(model, batch) / 4).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for caught, trained in ranks.run(train_with_images, True):
+    for caught, trained in ranks.run(train_with_images, Decoder):
         assert not caught
         for mine, theirs in zip(trained, model.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
@@ -368,5 +367,5 @@ def test_a_module_that_runs_first_for_some_data_may_belong_to_the_root(ranks: Po
 def test_a_unit_that_runs_first_for_some_data_is_an_error_that_names_the_remedy(
     ranks: Pool,
 ) -> None:
-    failures = [caught[0] for caught, _ in ranks.run(train_with_images, False)]
+    failures = [caught[0] for caught, _ in ranks.run(train_with_images, nn.Linear)]
     training.assert_raised(failures, "leave it out of the units", "rank 1")

@@ -104,7 +104,7 @@ def set_in_state(stage: int) -> dict[str, Any]:
     training.take_step(run, model, optimizer, 0)
     parameter = model.blocks[0].up.weight
     state = optimizer.state[parameter]
-    slow = torch.ones_like(state["exp_avg"])
+    slow = state["exp_avg"].clone()
     messages = []
     for add in (
         lambda: state.__setitem__("slow", slow),
@@ -114,7 +114,7 @@ def set_in_state(stage: int) -> dict[str, Any]:
         with harness.catching() as caught:
             add()
         messages.append(caught[0].message if caught else "")
-    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+    state["exp_avg"] = state["exp_avg"].clone().zero_()
     saved = optimizer.state_dict()["state"]
     copied = copy.deepcopy(state)
     copied["slow"] = slow
