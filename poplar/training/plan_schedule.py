@@ -189,5 +189,5 @@ class PlanSchedule:
         drawn = drawn_since_step()
         if any(drawn.get(sampler) != 1 for sampler in taken):
             return []
-        others = [sampler for sampler, number in drawn.items() if number == 1 and sampler.ahead]
-        return [sampler for sampler in others if sampler not in taken]
+        others = [sampler for sampler in drawn if sampler.is_drawing and sampler not in taken]
+        return [sampler for sampler in others if drawn[sampler] == 1 and sampler.ahead]

@@ -217,7 +217,7 @@ def in_turns(loaders: Sequence[Any]) -> Iterator[list[list[int]]]:
 
 
 @pytest.mark.parametrize("steps", [zipped, in_turns])
-@pytest.mark.parametrize(("at", "later"), [(1, 0), (4, 0), (4, 3)])
+@pytest.mark.parametrize(("at", "later"), [(2, 0), (5, 0), (5, 3)])
 @pytest.mark.parametrize("is_drawn", [False, True], ids=["", "with a batch drawn"])
 def test_all_samplers_of_the_steps_follow(
     steps: Callable[..., Iterator[list[list[int]]]], at: int, later: int, is_drawn: bool
