@@ -410,9 +410,7 @@ def test_stage_0_gradient_of_an_unused_parameter_set_on_one_rank_is_an_error_on_
     ranks: Pool,
 ) -> None:
     recipe = replace(RECIPE, spec=WITH_UNUSED, batches=(12, 12))
-    failures = training.assert_unchanged(
-        ranks.run(set_on_one_rank, Run(recipe, uneven(0))), recipe
-    )
+    failures = training.assert_unchanged(ranks.run(set_on_one_rank, Run(recipe, uneven(0))), recipe)
     assert_raised(failures, "whose .grad is None", "never.bias", kind=ValueError)
 
 

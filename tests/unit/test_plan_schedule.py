@@ -254,7 +254,7 @@ def test_zipped_loaders_with_workers_are_not_guessed(workers: int) -> None:
                 samplers[0].state_dict()
             assert samplers[0].state_dict(steps_done=3)["step"] == 3
             assert samplers[1].state_dict()["step"] == 3
-            with pytest.raises(ValueError, match="several samplers.* use num_workers=0"):
+            with pytest.raises(ValueError, match=r"several samplers.* use num_workers=0"):
                 schedule.first_step(NEW)
 
 
@@ -274,7 +274,7 @@ def test_loaders_with_workers_that_take_turns_are_counted_or_not_guessed(workers
                 assert 10 * state["epoch"] + state["step"] == (step + 2 - turn) // 2, step
         if step == 5:
             assert not uncounted
-            with pytest.raises(ValueError, match="several samplers.* use num_workers=0"):
+            with pytest.raises(ValueError, match=r"several samplers.* use num_workers=0"):
                 schedule.first_step(NEW)
 
 

@@ -312,10 +312,10 @@ class CollectivePass(ABC):
             f"rank {self._control.group.name}: the model reached unit {unit.name!r} in another "
             f"order than agreed in the first {self.mode.value} pass (so far agreed: "
             f"{', '.join(names[-6:])}). All ranks must run the same model in the same order; a "
-            "unit may be skipped, not moved. If the data decide when a module runs, such as a vision "
-            "tower that only batches with images use, leave it out of the units: name the others, "
-            "HeteroZeroOptimizer(..., units=[DecoderLayer]). It then belongs to the root unit, which "
-            "stays unsharded in a pass"
+            "unit may be skipped, not moved. If the data decide when a module runs, such as a "
+            "vision tower that only batches with images use, leave it out of the units: name the "
+            "others, HeteroZeroOptimizer(..., units=[DecoderLayer]). It then belongs to the root "
+            "unit, which stays unsharded in a pass"
         )
 
 
