@@ -665,8 +665,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         The `HeteroBatchSampler` from which the batches of the steps come follows at the same step,
         and its global batches stay the same. `DataLoader` workers draw batches ahead, which belong
         to the plan of now. So the plan takes effect after the batches that any rank has drawn. A
-        stream (`split_stream`) follows if no workers read it, and several samplers (zipped loaders,
-        tasks in turns) if none has workers.
+        stream (`split_stream`) follows if no workers read it. If the steps take batches of several
+        samplers (zipped loaders, tasks in turns), the plan cannot change.
 
         Args:
             plan: the new plan, the same on all ranks.

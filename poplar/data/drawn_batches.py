@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakSet, ref
 
 from poplar.values.plan import Plan
 
 _last_drawn: ref[DrawnBatches] | None = None
 """What has drawn a batch last in this process."""
-_drawn: WeakKeyDictionary[DrawnBatches, int] = WeakKeyDictionary()
-"""As `drawn_since_step`."""
+_steps = 0
+"""Steps of optimizers that have begun in this process."""
+_continued: WeakSet[DrawnBatches] = WeakSet()
+"""See `take_continued`."""
 
 
 class DrawnBatches:
@@ -25,8 +27,6 @@ class DrawnBatches:
         changed then, on the rank where it had most often."""
         self._ahead: deque[int] = deque()
         """Of each batch of this iteration that was drawn and not taken, that number of changes."""
-        self._most_ahead = 0  # the largest number of them when one was taken
-        self._is_drawing = False  # the iteration has batches left
 
     def _is_last(self) -> None:
         global _last_drawn
@@ -39,21 +39,17 @@ class DrawnBatches:
             What it has drawn ahead. If the iteration is left, it clears this and not that of a
             later iteration, which may have begun before.
         """
-        self._ahead, self._most_ahead, self._is_drawing = deque(), 0, True
+        self._ahead, self._begun_at = deque(), _steps
         return self._ahead
-
-    def _end(self, ahead: deque[int]) -> None:
-        """Note that the iteration that has drawn `ahead` is over."""
-        if ahead is self._ahead:
-            self._is_drawing = False
 
     def _draw(self) -> Plan:
         """Note that the next batch is drawn; returns its plan."""
         self._is_last()
+        if self._begun_at < _steps:
+            _continued.add(self)
         number = self._taken + len(self._ahead)
         _, changes, plan = [one for one in self._plans if one[0] <= number][-1]
         self._ahead.append(changes)
-        _drawn[self] = _drawn.get(self, 0) + 1
         return plan
 
     @property
@@ -74,26 +70,6 @@ class DrawnBatches:
         """Batches that were drawn and that no optimizer has taken yet."""
         return len(self._ahead)
 
-    @property
-    def is_drawing(self) -> bool:
-        """The iteration has batches left to draw."""
-        return self._is_drawing
-
-    @property
-    def is_open(self) -> bool:
-        """Batches of the iteration are left, drawn or not."""
-        return self._is_drawing or self.ahead > 0
-
-    @property
-    def draws_ahead(self) -> bool:
-        """Batches are drawn before the step of an earlier one, as `DataLoader` workers do."""
-        return self.ahead > 1 or (self._is_drawing and self._most_ahead > 0)
-
-    @property
-    def global_batch(self) -> int:
-        """Samples in each global batch, under all plans; a last one may have fewer."""
-        return self._plan.global_batch
-
     def take(self) -> int:
         """Note that an optimizer has taken the next batch; called by optimizers.
 
@@ -102,15 +78,10 @@ class DrawnBatches:
             drawn.
         """
         self._taken += 1
-        changes = self._ahead.popleft() + 1 if self._ahead else 0
-        self._most_ahead = max(self._most_ahead, self.ahead)
-        return changes
+        return self._ahead.popleft() + 1 if self._ahead else 0
 
     def miss(self) -> None:
         """Note that an optimizer takes a step without a batch of these; called by optimizers."""
-
-    def lose_count(self) -> None:
-        """Note that it is not known whether an optimizer takes a batch; called by optimizers."""
 
     def skip(self, batches: int) -> None:
         """Note that no optimizer will take the first of the batches that were drawn."""
@@ -120,6 +91,7 @@ class DrawnBatches:
     def drop_ahead(self) -> None:
         """Note that no optimizer will take the batches that were drawn."""
         self._ahead.clear()
+        _continued.discard(self)
 
     def check_plan(self, plan: Plan) -> None:
         """Check that `follow` can change to a plan.
@@ -127,7 +99,7 @@ class DrawnBatches:
         Raises:
             ValueError: the plan has another global batch, or too many ranks with samples.
         """
-        if plan.global_batch != self.global_batch:
+        if plan.global_batch != self._plan.global_batch:
             raise ValueError(
                 f"the plan has global batches of {plan.global_batch} samples, but the "
                 f"{type(self).__name__} draws global batches of {self._plan.global_batch}; make a "
@@ -160,14 +132,6 @@ def drawn_by(loader: Any) -> Any:
     return next((source for source in sources if isinstance(source, DrawnBatches)), None)
 
 
-def drawn_since_step() -> WeakKeyDictionary[DrawnBatches, int]:
-    """What has drawn batches in this process since a step began, with their number.
-
-    Optimizers clear it when a step begins.
-    """
-    return _drawn
-
-
 def last_drawn() -> DrawnBatches | None:
     """What has drawn a batch last in this process.
 
@@ -176,3 +140,16 @@ def last_drawn() -> DrawnBatches | None:
     iterated between the batch and the step.
     """
     return None if _last_drawn is None else _last_drawn()
+
+
+def take_continued() -> list[DrawnBatches]:
+    """What draws batches of steps, when the next step begins; called by optimizers.
+
+    That is what has drawn since the step before, in an iteration that had begun before that step.
+    A loop that evaluates between two steps begins after the first one.
+    """
+    global _steps
+    _steps += 1
+    continued = list(_continued)
+    _continued.clear()
+    return continued

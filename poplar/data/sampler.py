@@ -32,8 +32,7 @@ from poplar.values.schema import Count, checked
 
 _NOT_COUNTED = (
     "an optimizer takes more steps than the HeteroBatchSampler has batches, as with several steps "
-    "per batch, or its steps take batches of several samplers, and the DataLoader draws batches "
-    "ahead: it is not known which of them were trained"
+    "per batch, and the DataLoader draws batches ahead: it is not known which of them were trained"
 )
 
 
@@ -110,6 +109,8 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         self._drawn = 0  # steps of this epoch that were drawn, including those before `_start`
         self._done = 0  # of these, up to the last one that an optimizer has taken
         self._ahead_of_step = 0  # least number of later batches that were drawn when one was taken
+        self._most_ahead = 0  # the largest
+        self._is_drawing = False  # the iteration has batches left
         self._has_missed = False  # an optimizer has taken a step without a batch
         self._drop_last = drop_last
 
@@ -147,6 +148,7 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         order = self._order()
         self._drawn = self._done = self._start
         self._ahead_of_step = self._steps
+        self._most_ahead, self._is_drawing = 0, True
         ahead = self._begin()
         try:
             for step in range(self._start, self._steps):
@@ -156,10 +158,12 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
             ahead.clear()
             raise
         finally:
-            self._end(ahead)
+            if ahead is self._ahead:
+                self._is_drawing = False
 
     def take(self) -> int:
         changes = super().take()
+        self._most_ahead = max(self._most_ahead, self.ahead)
         # Batches that a loop has dropped count as ahead, but how far workers draw does not grow.
         self._ahead_of_step = min(self._ahead_of_step, self.ahead)
         self._done = self._drawn - self._ahead_of_step
@@ -169,9 +173,6 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
         # Steps that took no batch of their own have counted batches that workers drew ahead.
         if self._is_drawing and self._most_ahead:
             self._has_missed = True
-
-    def lose_count(self) -> None:
-        self._most_ahead, self._has_missed = max(self._most_ahead, self.ahead), True
 
     @property
     def _is_counted(self) -> bool:
@@ -213,8 +214,7 @@ class HeteroBatchSampler(DrawnBatches, Sampler[list[int]]):
                 beside other samplers for one optimizer.
 
         Raises:
-            RuntimeError: without `steps_done`, if more steps were taken than batches, or if it is
-                not known which batches were.
+            RuntimeError: without `steps_done`, if more steps were taken than batches.
         """
         if steps_done is None and not self._is_counted:
             raise RuntimeError(

@@ -62,10 +62,8 @@ class StreamSplit(DrawnBatches, IterableDataset[list[T]]):
                     yield batch[slice(*rank_slice(plan, self._rank, len(batch)))]
                 except GeneratorExit:  # what was drawn ahead will not be trained
                     ahead.clear()
-                    self._end(ahead)
                     raise
         self._position.drawn = 0
-        self._end(ahead)
 
     @property
     def drawn_by_workers(self) -> bool:

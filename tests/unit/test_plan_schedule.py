@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -194,118 +194,95 @@ def test_sampler_keeps_its_global_batch() -> None:
 # Several samplers
 
 
-def pair_of_samplers() -> tuple[HeteroBatchSampler, HeteroBatchSampler]:
-    return HeteroBatchSampler(60, OLD, rank=0), HeteroBatchSampler(60, OLD, rank=0, seed=1)
+def loader_of(sampler: HeteroBatchSampler, workers: int = 0, **given: Any) -> Any:
+    return DataLoader(
+        Indices(), batch_sampler=sampler, num_workers=workers, collate_fn=list, **given
+    )
 
 
-def loaders_of(samplers: Iterable[HeteroBatchSampler], workers: int) -> list[Any]:
-    given: dict[str, Any] = {"num_workers": workers, "collate_fn": list}
-    return [DataLoader(Indices(), batch_sampler=sampler, **given) for sampler in samplers]
-
-
-def zipped(loaders: Sequence[Any]) -> Iterator[list[list[int]]]:
-    """Steps that take a batch of each loader."""
-    return ([*batches] for batches in zip(*loaders, strict=True))
-
-
-def in_turns(loaders: Sequence[Any]) -> Iterator[list[list[int]]]:
-    """Steps that take a batch of one loader, in turns."""
+def in_turns(*loaders: Any) -> Iterator[Any]:
     iterators = [iter(loader) for loader in loaders]
     for _ in range(10):
         for iterator in iterators:
-            yield [next(iterator)]
-
-
-@pytest.mark.parametrize("steps", [zipped, in_turns])
-@pytest.mark.parametrize(("at", "later"), [(2, 0), (5, 0), (5, 3)])
-@pytest.mark.parametrize("is_drawn", [False, True], ids=["", "with a batch drawn"])
-def test_all_samplers_of_the_steps_follow(
-    steps: Callable[..., Iterator[list[list[int]]]], at: int, later: int, is_drawn: bool
-) -> None:
-    samplers, schedule, plan = pair_of_samplers(), PlanSchedule(), OLD
-
-    def change() -> None:
-        first = schedule.first_step(NEW)
-        assert first == schedule.steps + is_drawn
-        schedule.add(first + later, NEW, schedule.changes)
-
-    for step, batches in enumerate(steps(loaders_of(samplers, 0))):
-        if is_drawn and step == at:
-            change()
-        plan = schedule.due() or plan
-        schedule.begin_step()
-        assert [len(batch) for batch in batches] == [plan.samples(0)] * len(batches), step
-        assert schedule.version == 1 + (plan is NEW)
-        if not is_drawn and step + 1 == at:
-            change()
-        done = [sampler.state_dict() for sampler in samplers]
-        counted = sum(10 * state["epoch"] + state["step"] for state in done)
-        assert counted == (step + 1) * len(batches)
-    assert plan is NEW
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_zipped_loaders_with_workers_are_not_guessed(workers: int) -> None:
-    samplers, schedule = pair_of_samplers(), PlanSchedule()
-    for _ in islice(zipped(loaders_of(samplers, workers)), 3):
-        schedule.begin_step()
-        if schedule.steps == 3:
-            with pytest.raises(RuntimeError, match="batches of several samplers"):
-                samplers[0].state_dict()
-            assert samplers[0].state_dict(steps_done=3)["step"] == 3
-            assert samplers[1].state_dict()["step"] == 3
-            with pytest.raises(ValueError, match=r"several samplers.* use num_workers=0"):
-                schedule.first_step(NEW)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_loaders_with_workers_that_take_turns_are_counted_or_not_guessed(workers: int) -> None:
-    """At the end of the epochs, nothing tells which of them a step takes."""
-    samplers, schedule, uncounted = pair_of_samplers(), PlanSchedule(), 0
-    for step, _ in enumerate(in_turns(loaders_of(samplers, workers))):
-        schedule.begin_step()
-        for turn, sampler in enumerate(samplers):
-            try:
-                state = sampler.state_dict()
-            except RuntimeError:
-                uncounted += 1
-                continue
-            if step or not turn:  # the second one has only been drawn before its first step
-                assert 10 * state["epoch"] + state["step"] == (step + 2 - turn) // 2, step
-        if step == 5:
-            assert not uncounted
-            with pytest.raises(ValueError, match=r"several samplers.* use num_workers=0"):
-                schedule.first_step(NEW)
+            yield next(iterator)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sampler_whose_epoch_is_over_follows_beside_another_one(workers: int) -> None:
-    samplers, schedule = pair_of_samplers(), PlanSchedule()
-    earlier, later = loaders_of(samplers, workers)
-    for _ in earlier:
+@pytest.mark.parametrize("steps", [zip, in_turns])
+def test_no_plan_is_changed_beside_a_second_sampler(
+    steps: Callable[..., Iterator[Any]], workers: int
+) -> None:
+    samplers = [HeteroBatchSampler(60, OLD, rank=0, seed=seed) for seed in range(2)]
+    schedule = PlanSchedule()
+    for step, _ in enumerate(steps(*(loader_of(sampler, workers) for sampler in samplers))):
         schedule.begin_step()
-    plan = OLD
-    for number, batch in enumerate(later):
-        plan = schedule.due() or plan
-        schedule.begin_step()
-        assert len(batch) == plan.samples(0)
-        if number == 2:
-            schedule.add(schedule.first_step(NEW), NEW, schedule.changes)
-    for batch in earlier:
-        schedule.begin_step()
-        assert len(batch) == NEW.samples(0)
+        if step >= 4:
+            with pytest.raises(ValueError, match="batches of several samplers"):
+                schedule.first_step(NEW)
+    samplers.clear()
+    assert schedule.first_step(NEW) == schedule.steps, "they were deleted"
+
+
+def evaluate_all(loader: Any) -> None:
+    for _ in loader:
+        pass
+
+
+def evaluate_some(loader: Any) -> None:
+    for _ in islice(loader, 2):
+        pass
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("batches", [1, 3])
-def test_a_loop_that_evaluates_by_itself_changes_no_count(workers: int, batches: int) -> None:
-    sampler, schedule = HeteroBatchSampler(60, OLD, rank=0), PlanSchedule()
-    evaluated = HeteroBatchSampler(6 * batches, OLD, rank=0)
-    for step, _ in enumerate(loaders_of([sampler], workers)[0]):
+@pytest.mark.parametrize("stays", [False, True], ids=["", "with an iterator that stays"])
+@pytest.mark.parametrize("evaluate", [evaluate_all, evaluate_some])
+def test_a_loop_that_evaluates_is_no_second_sampler(
+    evaluate: Callable[[Any], None], stays: bool, workers: int
+) -> None:
+    """As with `persistent_workers=True`, where the iterator stays if the loop is left."""
+    sampler, evaluated = (HeteroBatchSampler(60, OLD, rank=0, seed=seed) for seed in range(2))
+    schedule, loader = PlanSchedule(), loader_of(evaluated)
+    held: list[Any] = []
+    for step, _ in enumerate(loader_of(sampler, workers)):
         schedule.begin_step()
         if step % 3 == 1:
-            assert len(list(evaluated)) == batches
+            held[:] = [iter(loader)] if stays else []
+            evaluate(held[0] if stays else loader)
         state = sampler.state_dict()
         assert 10 * state["epoch"] + state["step"] == step + 1
-        if step % 3 == 0:
-            assert schedule.first_step(NEW) == schedule.steps + sampler.ahead
+        assert schedule.first_step(NEW) == schedule.steps + sampler.ahead
+
+
+def test_evaluations_that_go_on_with_an_iterator_are_no_second_sampler() -> None:
+    sampler, evaluated = (HeteroBatchSampler(60, OLD, rank=0, seed=seed) for seed in range(2))
+    schedule, batches = PlanSchedule(), iter(evaluated)
+    for _ in sampler:
+        schedule.begin_step()
+        next(batches)
+        schedule.end_evaluation()
+        assert schedule.first_step(NEW) == schedule.steps
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plan_changes_if_the_steps_go_on_with_another_sampler(workers: int) -> None:
+    samplers = [HeteroBatchSampler(60, OLD, rank=0, seed=seed) for seed in range(2)]
+    schedule, plan = PlanSchedule(), OLD
+    for number, sampler in enumerate(samplers):
+        for step, batch in enumerate(loader_of(sampler, workers)):
+            plan = schedule.due() or plan
+            schedule.begin_step()
+            assert len(batch) == plan.samples(0)
+            if number and step == 2:
+                schedule.add(schedule.first_step(NEW), NEW, schedule.changes)
+    assert plan is NEW
+
+
+def test_samplers_of_two_optimizers_follow() -> None:
+    samplers = [HeteroBatchSampler(60, OLD, rank=0, seed=seed) for seed in range(2)]
+    schedules = PlanSchedule(), PlanSchedule()
+    batches = in_turns(*samplers)
+    for _ in range(10):
+        for schedule in schedules:
+            next(batches)
+            schedule.begin_step()
+            assert schedule.first_step(NEW) == schedule.steps
