@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from poplar.checkpoint.state_dicts.optimizer_state import collected_state_dict
 from poplar.comm import Communicator, Control, connect_control
+from poplar.data.drawn_batches import last_drawn
 from poplar.system.trace import Span
 from poplar.training.active_ranks import ActiveRanks
 from poplar.training.plan_changes import PlanChanges
@@ -569,8 +570,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         training = self._training
         training.step.nonfinite.raise_if_found()
         loss_fn = training.calls.of_user(loss_fn)
+        drawn = last_drawn()
         mean = Evaluation(training.engine, loss_fn, weight, training.splitter).run(loader)
-        self._changes.schedule.end_evaluation()
+        self._changes.schedule.end_evaluation(drawn)
         return mean
 
     def full_parameters(

@@ -28,7 +28,8 @@ class DrawnBatches:
         self._ahead: deque[int] = deque()
         """Of each batch of this iteration that was drawn and not taken, that number of changes."""
 
-    def _is_last(self) -> None:
+    def set_last(self) -> None:
+        """Make `last_drawn` return this."""
         global _last_drawn
         _last_drawn = ref(self)
 
@@ -44,7 +45,7 @@ class DrawnBatches:
 
     def _draw(self) -> Plan:
         """Note that the next batch is drawn; returns its plan."""
-        self._is_last()
+        self.set_last()
         if self._begun_at < _steps:
             _continued.add(self)
         number = self._taken + len(self._ahead)

@@ -35,7 +35,7 @@ class StreamSplit(DrawnBatches, IterableDataset[list[T]]):
         self._iterable = iterable
         self._drop_last = drop_last
         self._position = _StreamPosition()
-        self._is_last()  # also if workers read it
+        self.set_last()  # also if workers read it
 
     def __iter__(self) -> Iterator[list[T]]:
         worker = get_worker_info()

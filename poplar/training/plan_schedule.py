@@ -110,11 +110,16 @@ class PlanSchedule:
         """The step has been applied."""
         self.in_step = False
 
-    def end_evaluation(self) -> None:
-        """What was drawn for an evaluation is trained by no step."""
+    def end_evaluation(self, before: DrawnBatches | None) -> None:
+        """What was drawn for an evaluation is trained by no step.
+
+        `before`: what had drawn last, before it.
+        """
         sampler = last_drawn()
         if sampler is not None and sampler is not self._known_sampler():
             sampler.drop_ahead()
+        if before is not None:
+            before.set_last()
 
     def _known_sampler(self) -> DrawnBatches | None:
         """The sampler of the last step, if it draws in this process."""

@@ -526,7 +526,7 @@ def train_on_data_that_cannot_follow(data: str, left_out: bool) -> tuple[int, li
     length = GLOBAL_BATCH * (SLOW.start + 20) + 2
     rows = torch.randn(length, 8, generator=torch.Generator().manual_seed(0))
     evaluated = DataLoader(rows, batch_sampler=HeteroBatchSampler(length, plan, rank=rank))
-    if data == "stream":
+    if "stream" in data:
         stream = split_stream(rows, plan, rank=rank)
         multiprocessing.current_process()._config["daemon"] = False  # it may have children then
         loader = DataLoader(stream, batch_size=None, collate_fn=collate, num_workers=1)
@@ -535,7 +535,9 @@ def train_on_data_that_cannot_follow(data: str, left_out: bool) -> tuple[int, li
         loader = DataLoader(rows, batch_sampler=sampler)
     others = iter(evaluated) if data == "zipped" else itertools.repeat(None)
     with mock.patch.object(StepTiming, "times", measured):
-        for step, (batch, _) in enumerate(zip(loader, others, strict=False)):  # noqa: B007
+        for step, (batch, _) in enumerate(zip(loader, others, strict=False)):
+            if data == "stream, evaluated" and step % 20 == 1:
+                optimizer.evaluate(loss_fn, evaluated)
             optimizer.train_step(loss_fn, batch.to(harness.device()))
     assert optimizer.plan is not None
     return step + 1, follower.messages, optimizer.plan
@@ -552,6 +554,7 @@ def collate(rows: list[Tensor]) -> Tensor:
     [
         ("stream", False, "DataLoader workers read a split_stream"),
         ("stream", True, "DataLoader workers read a split_stream"),
+        ("stream, evaluated", False, "DataLoader workers read a split_stream"),
         ("zipped", False, "the steps take batches of several samplers"),
         ("tail", False, "its last global batch has 2 samples (of 12), too few for the 3 ranks"),
     ],

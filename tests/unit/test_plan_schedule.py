@@ -10,6 +10,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from poplar import HeteroBatchSampler, Plan, split_stream
+from poplar.data.drawn_batches import last_drawn
 from poplar.training.plan_schedule import PlanSchedule
 
 OLD = Plan(stage=1, global_batch=6, micro_batches=((4,), (2,)), shares=(0.5, 0.5))
@@ -166,7 +167,7 @@ def test_batches_of_an_evaluation_or_of_a_loop_that_was_left_delay_nothing() -> 
     evaluated = HeteroBatchSampler(40, OLD, rank=0)
     assert len(list(evaluated)) == 6
     assert schedule.first_step(NEW) == 1
-    schedule.end_evaluation()
+    schedule.end_evaluation(sampler)
     assert evaluated.ahead == 0
 
 
@@ -189,6 +190,18 @@ def test_sampler_keeps_its_global_batch() -> None:
     next(drawn)
     with pytest.raises(ValueError, match="global batches of 8 samples"):
         schedule.first_step(Plan.even(2, 8, 4, stage=1))
+
+
+def test_a_stream_that_workers_read_is_known_after_an_evaluation() -> None:
+    stream, schedule = split_stream(range(60), OLD, rank=0), PlanSchedule()
+    evaluated = HeteroBatchSampler(40, OLD, rank=0)
+    for _ in DataLoader(stream, batch_size=None, collate_fn=list, num_workers=1):
+        schedule.begin_step()
+        before = last_drawn()
+        assert len(list(evaluated)) == 6
+        schedule.end_evaluation(before)
+        with pytest.raises(ValueError, match="DataLoader workers read a split_stream"):
+            schedule.first_step(NEW)
 
 
 # Several samplers
@@ -258,8 +271,9 @@ def test_evaluations_that_go_on_with_an_iterator_are_no_second_sampler() -> None
     schedule, batches = PlanSchedule(), iter(evaluated)
     for _ in sampler:
         schedule.begin_step()
+        before = last_drawn()
         next(batches)
-        schedule.end_evaluation()
+        schedule.end_evaluation(before)
         assert schedule.first_step(NEW) == schedule.steps
 
 
