@@ -86,10 +86,11 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
     it; it raises if the plan gives the ranks different numbers of samples. It is the last pass of
     the step unless it runs inside `no_sync()`. A unit's gradients are removed from `.grad` as soon
     as its backward is over. At stage 0, `.grad` holds the mean gradient on every rank between the
-    last pass and `step()`: None where no rank has one, and a tensor that is set there on all ranks
-    is applied. At other stages it is a placeholder then, which raises when it is used: torch's
-    `clip_grad_norm_` cannot work on one rank's slices. At every stage `.grad = None` between them,
-    on all ranks, leaves a parameter out of the step. After `step()` it is None.
+    last pass and `step()`: where no rank has one, None, or zeros if all parameters had one in the
+    step before. A tensor that is set there on all ranks is applied. At other stages it is a
+    placeholder then, which raises when it is used: torch's `clip_grad_norm_` cannot work on one
+    rank's slices. At every stage `.grad = None` between them, on all ranks, leaves a parameter out
+    of the step. After `step()` it is None.
 
     Collective methods, which every rank must call: the constructor, `train_step`, `micro_batches`,
     `clip_grad_norm_`, `step`, `evaluate`, `full_parameters`, `load_state_dict`,

@@ -11,7 +11,7 @@ from poplar.comm import Control
 from poplar.system.out_of_memory import free_frames, is_out_of_memory
 from poplar.values.errors import CollectiveTimeout
 from poplar.values.plan import Plan
-from poplar.zero.agreement import agree_on_unused, leader_of
+from poplar.zero.agreement import StepSummary, agree_on_unused, leader_of
 from poplar.zero.engine_hooks import EngineHooks
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.model_hook import Removable
@@ -19,6 +19,7 @@ from poplar.zero.passes.collective_pass import Mode, PassSettings
 from poplar.zero.passes.collective_scheduler import CollectiveScheduler
 from poplar.zero.recomputation import Recomputation
 from poplar.zero.stages.strategy import Strategy
+from poplar.zero.steps.step_settings import StepSettings
 from poplar.zero.steps.step_state import Phase, StepState
 from poplar.zero.unit import Unit, persistent_units
 from poplar.zero.unsharded_values import UnshardedValues
@@ -48,6 +49,8 @@ class Engine:
         self.scheduler = CollectiveScheduler(self.units, strategy, control)
         self.step = StepState()
         self.values = UnshardedValues(model, self.units, strategy, self.scheduler, control)
+        self._has_unused = True
+        """In the last step that was closed, parameters got a gradient on no rank; also before."""
         self.pass_is_explicit = False
         """The open pass was opened by `begin_pass`."""
         self.buffer_rank = 0
@@ -264,7 +267,7 @@ class Engine:
         """Wait until the gradient is final wherever the update and the user read it. Collective."""
         self.wait_for_reductions()
         if self.step.phase < Phase.FINAL:
-            if self.strategy.shows_gradients:
+            if self.strategy.shows_gradients and self._has_unused:
                 self._leave_out_unused()
             self.strategy.finish_gradients(self.units)
             self.step.advance(Phase.FINAL)
@@ -272,7 +275,11 @@ class Engine:
                 self.set_placeholder_gradients(self.trained)
 
     def _leave_out_unused(self) -> None:
-        """Leave what got a gradient on no rank out of the step. Collective, unless it is closed."""
+        """Leave what got a gradient on no rank out of the step, so that `.grad` shows None.
+
+        Collective, unless the step is closed. So it is not called after a step in which all
+        parameters got one: `.grad` of what is unused then is zeros, which are not applied.
+        """
         state = self.step
         if state.summary is None:
             unused = agree_on_unused(self.control, self.trained)
@@ -282,6 +289,11 @@ class Engine:
             flat.leave_out(unused[flat])
         if state.settings is not None:
             state.settings.leave_out(self.removed_gradients)
+
+    def close_step(self, summary: StepSummary, settings: StepSettings) -> None:
+        """The ranks agree to apply the step."""
+        self.step.close(summary, settings)
+        self._has_unused = any(summary.unused.values())
 
     def empty_gradients(self) -> list[Tensor]:
         """Memory for `full_gradients`."""

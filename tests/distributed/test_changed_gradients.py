@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
@@ -21,6 +22,7 @@ from training import IDLE_RANK, STAGES, UNEVEN, Run, assert_close, assert_raised
 
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.comm import Control
 
 RECIPE = Recipe(spec=ModelSpec(blocks=2, kind="mlp"), batches=(12,) * 4, max_norm=0.05)
 REMOVED_IN = (0, 2)
@@ -271,13 +273,13 @@ def test_gradient_removed_on_one_rank_after_clipping_is_an_error_of_the_next_ste
 
 
 class Tasks(nn.Module):
-    """Two heads, of which each task uses one, and a layer that none uses."""
+    """Two heads, of which each task uses one, and perhaps a layer that none uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_spare: bool) -> None:
         super().__init__()
         self.trunk = nn.Linear(6, 8)
         self.heads = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])
-        self.spare = nn.Linear(2, 2)
+        self.spare = nn.Linear(2, 2) if with_spare else None
 
     def forward(self, x: Tensor, task: int) -> Tensor:
         return self.heads[task](self.trunk(x).tanh()).square().mean()
@@ -310,13 +312,15 @@ def add_gradients_of_tasks(
     return norms
 
 
-def build_tasks(dtype: torch.dtype) -> tuple[Tasks, list[Tensor]]:
+def build_tasks(dtype: torch.dtype, with_spare: bool = True) -> tuple[Tasks, list[Tensor]]:
     torch.manual_seed(3)
-    return Tasks().to(dtype), [torch.randn(12, 6, dtype=dtype) for _ in range(3)]
+    return Tasks(with_spare).to(dtype), [torch.randn(12, 6, dtype=dtype) for _ in range(3)]
 
 
-def add_gradients_on_ranks(dtype: torch.dtype, order: Callable[..., Tensor]) -> Steps:
-    model, batches = build_tasks(dtype)
+def add_gradients_on_ranks(
+    dtype: torch.dtype, order: Callable[..., Tensor], with_spare: bool = True
+) -> Steps:
+    model, batches = build_tasks(dtype, with_spare)
     optimizer = HeteroZeroOptimizer(
         model.to(harness.device()),
         torch.optim.AdamW,
@@ -333,12 +337,13 @@ def add_gradients_on_ranks(dtype: torch.dtype, order: Callable[..., Tensor]) -> 
     return norms, training.whole_parameters(model, optimizer)
 
 
+@pytest.mark.parametrize("with_spare", [True, False])
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradients_of_tasks_that_are_added_by_hand_update_all_heads(
-    ranks: Pool, order: Callable[..., Tensor]
+    ranks: Pool, order: Callable[..., Tensor], with_spare: bool
 ) -> None:
     """Also the head that the last backward has not used; the spare layer does not decay."""
-    model, batches = build_tasks(torch.float32)
+    model, batches = build_tasks(torch.float32, with_spare)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     norms = add_gradients_of_tasks(
@@ -351,7 +356,8 @@ def test_gradients_of_tasks_that_are_added_by_hand_update_all_heads(
     expected = {name: p.detach() for name, p in model.named_parameters()}
     changed = {n.partition(".")[0] for n, p in expected.items() if not torch.equal(p, before[n])}
     assert changed == {"trunk", "heads"}
-    assert_steps(ranks.run(add_gradients_on_ranks, torch.float32, order), (norms, expected))
+    found = ranks.run(add_gradients_on_ranks, torch.float32, order, with_spare)
+    assert_steps(found, (norms, expected))
 
 
 def heads_after_bf16(order: Callable[..., Tensor]) -> tuple[bool, bool]:
@@ -392,6 +398,37 @@ def test_stage_0_shows_no_gradient_of_what_no_rank_has_used(ranks: Pool, open_fo
     """A rank has no samples, and sees the gradients of the others."""
     unused = {"never.weight", "never.bias", "blocks.1.never"}
     assert all(found == unused for found in ranks.run(shown_gradients, open_form))
+
+
+def exchanges_by_step(spec: ModelSpec) -> list[list[str]]:
+    """What the ranks exchange in each step, before its update, in a loop of the user."""
+    run = Run(replace(RECIPE, spec=spec, batches=(12,) * 3), uneven(0))
+    model, optimizer = training.prepare(run)
+    found: list[list[str]] = []
+    exchange = Control.exchange
+
+    def noted(control: Control, values: Tensor, *, what: str) -> Any:
+        found[-1].append(what)
+        return exchange(control, values, what=what)
+
+    with mock.patch.object(Control, "exchange", noted):
+        for step in range(3):
+            found.append([])
+            passes(run, model, optimizer, step)
+            optimizer.step()
+    return found
+
+
+def test_a_step_in_which_all_parameters_are_used_exchanges_nothing_more(ranks: Pool) -> None:
+    what = "the parameters that a step uses"
+    for used, unused in zip(
+        ranks.run(exchanges_by_step, ModelSpec(blocks=2)),
+        ranks.run(exchanges_by_step, WITH_UNUSED),
+        strict=True,
+    ):
+        assert [step.count(what) for step in used] == [1, 0, 0], "not known in the first step"
+        assert [step.count(what) for step in unused] == [1, 1, 1]
+        assert used[1:] == [[name for name in step if name != what] for step in unused[1:]]
 
 
 def set_on_one_rank(run: Run) -> training.Answer:

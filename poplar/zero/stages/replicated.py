@@ -112,6 +112,7 @@ class Replicated(LocalAccumulation):
             elif gradient.data_ptr() != start + offset * step:
                 flat.gradient[part].copy_(gradient.reshape(-1))
                 parameter.grad = flat.gradient[part].view(parameter.shape)
+                flat.used.add(position)  # also if no backward has used it
             elif position in flat.removed:
                 raise put_back(self.comm.group.name, flat.names[position])
         return removed

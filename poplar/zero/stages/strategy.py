@@ -259,7 +259,7 @@ class Strategy(ABC):
     def finish_gradients(self, units: Sequence[Unit]) -> None:
         """After `wait_for_reductions`: wait until `flat.gradient` and `.grad` are final.
 
-        Where `.grad` shows the gradient, `flat.removed` has what got none on any rank.
+        Where `.grad` shows the gradient, it does not for `flat.removed`.
         """
 
     def begin_step(self) -> None:

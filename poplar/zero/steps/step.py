@@ -441,7 +441,7 @@ class Step:
         except BaseException:
             self._engine.begin_step()
             raise
-        state.close(summary, settings)
+        engine.close_step(summary, settings)
         self._replicas.receive(summary.checksums)
         return summary
 
