@@ -69,7 +69,7 @@ class ModelStructure:
                 raise RuntimeError(
                     f"parameter {name!r} was added to the model, or replaced in it, after the "
                     "optimizer was built, so it would not be trained; change the model first, or "
-                    "call optimizer.release() and build a new optimizer"
+                    "call optimizer.release() on all ranks and build a new optimizer"
                 )
         self._record()  # the same parameters, for example in modules that torch.compile wraps
 
