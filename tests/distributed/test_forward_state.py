@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from poplar import HeteroZeroOptimizer, Plan
+from poplar.values.errors import RankFailed
 
 UNEQUAL = Plan(stage=0, global_batch=8, micro_batches=((2, 2, 2), (2,)), shares=(0.6, 0.4))
 EQUAL = Plan(stage=2, global_batch=8, micro_batches=((5,), (3,)), shares=(0.6, 0.4))
@@ -67,10 +68,64 @@ class Codebook(nn.Module):
 class RenormalizedEmbedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(8, 6, max_norm=0.1)
+        self.table = nn.Parameter(torch.randn(8, 6))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.table(x[:, 0].mul(10).long().remainder(8))
+        return x + functional.embedding(rows_of(x, 8), self.table, max_norm=0.1)
+
+
+class Counts(nn.Module):
+    """Counts how often each row of a table is used, as for a correction by frequency."""
+
+    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(rows, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = rows_of(x, len(self.counts))
+        self.counts.index_add_(0, ids, torch.ones_like(ids, dtype=self.counts.dtype))
+        return x
+
+
+class Seen(nn.Module):
+    """Marks the rows of a table that are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(64, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[rows_of(x, 64)] = True
+        return x
+
+
+class Spectrum(nn.Module):
+    """A moving average of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(torch.fft.fft(x).mean(0), 0.1)
+        return x
+
+
+class Passes(nn.Module):
+    """Counts its passes by kind, in integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(3, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes[0] += 1
+        return x
+
+
+def rows_of(x: Tensor, rows: int) -> Tensor:
+    return x[:, 0].mul(1000).long().remainder(rows)
 
 
 class Teacher(nn.Module):
@@ -167,7 +222,13 @@ WRITES: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "codebook": (Codebook, EQUAL),
     "spectral_norm": (lambda: parametrizations.spectral_norm(linear()), UNEQUAL),
     "old spectral_norm": (lambda: spectral_norm(linear()), UNEQUAL),
-    "Embedding(max_norm)": (RenormalizedEmbedding, EQUAL),
+    "embedding(max_norm)": (RenormalizedEmbedding, EQUAL),
+    "counts": (lambda: Counts(64, torch.long), EQUAL),
+    "counts of a large table": (lambda: Counts(1 << 20, torch.long), EQUAL),
+    "counts in floating point": (lambda: Counts(1 << 20, torch.float32), EQUAL),
+    "seen rows": (Seen, EQUAL),
+    "spectrum": (Spectrum, EQUAL),
+    "passes by kind": (Passes, UNEQUAL),
     "teacher": (Teacher, UNEQUAL),
     "large teacher": (lambda: Teacher(width=2000), UNEQUAL),
 }
@@ -184,6 +245,7 @@ EQUAL_WRITES: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "rounded": (lambda: replaced(lambda weight: weight.round(decimals=2)), EQUAL),
     "copied": (lambda: replaced(Tensor.clone), EQUAL),
     "counters": (Counters, UNEQUAL),
+    "passes by kind": (Passes, EQUAL),
     "caches": (Caches, EQUAL),
     "decay": (lambda: Buffer(lambda state, x: state * 0.9), EQUAL),
     "dropout": (lambda: nn.Dropout(0.5), UNEQUAL),
@@ -234,14 +296,99 @@ def stage(number: int, plan: Plan) -> Plan:
     return Plan(stage=number, global_batch=8, micro_batches=passes, shares=plan.shares)
 
 
+TRAINED = ("ActNorm", "ActNorm, unequal passes", "embedding(max_norm)")
+"""What writes into trained parameters."""
+
+
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_state_that_differs_between_ranks_is_noticed(ranks: Pool, number: int) -> None:
     for errors in ranks.run(all_steps, "writes", number, {}, ranks=2):
         for name, error in errors.items():
             expected = "allow_forward_state=True"
-            if number == 3 and any(one in name for one in ("ActNorm", "Embedding", "teacher")):
+            if name in TRAINED or (number == 3 and "teacher" in name):
                 expected = "full_parameters(writeback=True)"
             assert expected in error, (name, error)
+
+
+def test_no_advice_is_given_that_does_not_help_with_trained_parameters(ranks: Pool) -> None:
+    for errors in ranks.run(all_steps, "writes", 0, {}, ranks=2):
+        for error in (errors[name] for name in TRAINED):
+            assert "eval()" not in error
+            assert "allow_forward_state" not in error
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_large_counts_in_32_bits_are_no_quantised_weights(ranks: Pool, number: int) -> None:
+    make = partial(Counts, 1 << 15, torch.int32)
+    for error in ranks.run(steps, make, stage(number, EQUAL), {}, ranks=2):
+        assert "'1.counts' differs after the forwards" in error
+
+
+def build_renormalized(number: int, cls: type[nn.Module], allowed: bool) -> str:
+    model = nn.Sequential(cls(8, 6, max_norm=0.1), nn.Linear(6, 1)).eval()
+    options: dict[str, Any] = {"stage": number, "allow_forward_state": allowed, "lr": 0.1}
+    with pytest.raises((ValueError, RankFailed)) as caught:
+        HeteroZeroOptimizer(model, torch.optim.SGD, process_group=harness.group(), **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
+def test_renormalizing_modules_are_refused_when_the_optimizer_is_built(
+    ranks: Pool, cls: type[nn.Module], number: int
+) -> None:
+    for allowed in (False, True):
+        for error in ranks.run(build_renormalized, number, cls, allowed, ranks=2):
+            assert "'0' has max_norm=0.1" in error
+            assert "torch.renorm(weight, 2.0, 0, 0.1)" in error
+
+
+BOUND = 0.5
+
+
+def renormalized(number: int, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The table after three steps with the advised bound: of the engine, and of one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 1))
+    alone = copy.deepcopy(model)
+    optimizer = HeteroZeroOptimizer(
+        model,
+        torch.optim.SGD,
+        plan=stage(number, EQUAL),
+        process_group=harness.group(),
+        compute_dtype=compute_dtype,
+        lr=1.0,
+    )
+    reference = torch.optim.SGD(alone.parameters(), lr=1.0)
+
+    def bound() -> None:
+        weight = model[0].weight
+        with torch.no_grad(), optimizer.full_parameters(writeback=True, masters=True):
+            weight.copy_(torch.renorm(weight, 2, 0, BOUND))
+        alone[0].weight.data.renorm_(2, 0, BOUND)
+
+    def loss_fn(inner: nn.Module, ids: Tensor) -> Tensor:
+        return (inner(ids).float() - 3).square().mean()
+
+    bound()
+    for step in range(3):
+        ids = torch.arange(step, step + 8) % 8
+        first = EQUAL.offset(harness.rank())
+        optimizer.train_step(loss_fn, ids[first : first + EQUAL.samples(harness.rank())])
+        reference.zero_grad()
+        loss_fn(alone, ids).backward()
+        reference.step()
+        bound()
+    with optimizer.full_parameters(masters=True):
+        return model[0].weight.detach().clone(), alone[0].weight.detach().clone()
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_weights_may_be_renormalized_between_steps(ranks: Pool, number: int) -> None:
+    for dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        for table, expected in ranks.run(renormalized, number, dtype, ranks=2):
+            assert float(table.norm(dim=1).max()) <= BOUND * (1 + 1e-6)
+            torch.testing.assert_close(table, expected, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])

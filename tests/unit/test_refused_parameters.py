@@ -10,8 +10,8 @@ from torch import nn
 
 from poplar.zero.checks.model_checks import (
     check_parameters,
+    reject_embeddings,
     reject_sparse_buffers,
-    reject_sparse_embeddings,
 )
 from poplar.zero.opaque_parameter import memories_of
 
@@ -26,6 +26,10 @@ MADE: dict[str, tuple[Callable[[], nn.Parameter], str]] = {
     "sparse": (lambda: nn.Parameter(torch.eye(2).to_sparse()), "to_dense"),
     "expanded": (lambda: nn.Parameter(torch.ones(1).expand(4)), "clone"),
     "integers": (lambda: nn.Parameter(torch.ones(2).int(), requires_grad=False), "must be float32"),
+    "float8": (lambda: nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn)), "such as LoRA"),
+    "float64": (lambda: nn.Parameter(torch.ones(2).double()), r"Call model\.float\(\)"),
+    "complex64": (lambda: nn.Parameter(torch.ones(2).cfloat()), "torch.view_as_real"),
+    "complex128": (lambda: nn.Parameter(torch.ones(2).cdouble()), "compute_dtype=torch.float32"),
 }
 
 
@@ -55,5 +59,22 @@ def test_sparse_buffers_are_refused_by_name(
 def test_sparse_gradients_are_refused_where_there_are_gradients(cls: type[nn.Module]) -> None:
     model = nn.Sequential(cls(4, 2, sparse=True))
     with pytest.raises(TypeError, match=r"'0' has sparse gradients"):
-        reject_sparse_embeddings(model)
-    reject_sparse_embeddings(model.requires_grad_(False))
+        reject_embeddings(model, allowed=True)
+    reject_embeddings(model.requires_grad_(False), allowed=True)
+
+
+@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
+def test_max_norm_is_refused_where_weights_are_trained(cls: type[nn.Module]) -> None:
+    model = nn.Sequential(cls(4, 2, max_norm=1.5, norm_type=1.0))
+    with pytest.raises(ValueError, match=r"'0' has max_norm=1\.5.*renorm\(weight, 1\.0, 0, 1\.5\)"):
+        reject_embeddings(model.eval(), allowed=True)
+    reject_embeddings(model.requires_grad_(False), allowed=False)
+
+
+@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_by_counts_of_a_micro_batch_must_be_allowed(cls: type[nn.Module]) -> None:
+    model = nn.Sequential(cls(4, 2, scale_grad_by_freq=True))
+    with pytest.raises(ValueError, match="'0' has scale_grad_by_freq=True"):
+        reject_embeddings(model, allowed=False)
+    reject_embeddings(model, allowed=True)
+    reject_embeddings(model.requires_grad_(False), allowed=False)

@@ -2,42 +2,90 @@
 
 Buffers of the model, and parameters where every rank has all of them, are equal on all ranks when
 the optimizer is built. What a forward writes into them from its samples, or once per pass, differs
-afterwards: data-dependent initialization, running statistics, codebooks and frozen teachers by
-moving average, the vectors of `spectral_norm`. One device would have seen the whole batch. Changes
-that are equal on all ranks, such as masks, caches and counters, are no matter.
+afterwards: data-dependent initialization, running statistics, counts by token or class, codebooks
+and frozen teachers by moving average, the vectors of `spectral_norm`. One device would have seen
+the whole batch. Changes that are equal on all ranks, such as masks, caches and counters, are no
+matter.
 
 Where parameters are sharded, what a forward writes into them is lost, so any change counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from poplar.comm import Control
 from poplar.values.errors import equal_on_all_ranks
 from poplar.values.formatting import format_names
-from poplar.zero.checks.replica_check import checksum, differing_parameters
+from poplar.zero.checks.replica_check import bit_checksum, checksum, differing_parameters
 from poplar.zero.flat_parameter import FlatParameter
-from poplar.zero.opaque_parameter import is_opaque
+from poplar.zero.opaque_parameter import component_tensors, is_opaque
 from poplar.zero.stages.strategy import Strategy
 
 FIRST_STEPS = 2
 _WHAT = "state that forwards write"
-_PROJECTIONS = 16
-"""Sums with random signs that stand for a change: the norm of their difference is, within a factor
-of two, that of the changes."""
+_OF_TRAINED = (
+    "or write it between steps in `with optimizer.full_parameters(writeback=True):`, from values "
+    "that are equal on all ranks, such as parameters or averages by torch.distributed.all_reduce"
+)
+"""What to do about trained parameters; a rank cannot have its own."""
+_OF_OTHERS = (
+    "freeze its module with .eval(); or write it between steps from values that are equal on all "
+    "ranks, such as parameters or averages by torch.distributed.all_reduce. If it may differ, or "
+    "your code averages it, pass allow_forward_state=True"
+)
 _PROBED = 4096
 """Elements of a frozen parameter that are compared, at least a half of them: a frozen base may have
 many GiB, of which a forward mostly writes none or all."""
+_LANES = 61
+"""Sums of a tensor; a prime, so that no column of a matrix is in one of them alone."""
+_ROWS = 1 << 16
+"""Rows of so many elements that are converted at a time: 32 MB in fp64."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Relative difference of two changes that unlike devices explain; others round more."""
 _ROUGH = 5e-2
 
-Sketch = tuple[float, ...]
+Sums = tuple[float, ...] | tuple[int, ...]
+
+
+class _Digest(NamedTuple):
+    """What is kept of a tensor to find out how a forward changes it."""
+
+    shape: torch.Size
+    bits: int
+    """A checksum of all bits."""
+    sums: Tensor
+    """By lane, the elements times random factors: one for each row of lanes, 1 for the first. A
+    change has the difference of two as its sums. Of floating-point numbers, their norm is, within a
+    factor of two, that of the elements. Equal sums of integers are of equal integers."""
+    tolerance: float
+    """Relative difference of the sums of two changes that rounding explains."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, before: _Digest | None) -> _Digest:
+        """Of a tensor now; `before` itself if it has not changed since."""
+        bits = int(bit_checksum(tensor))
+        if before is not None and (before.shape, before.bits) == (tensor.shape, bits):
+            return before
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        is_rounded = values.is_floating_point()
+        tolerance = _TOLERANCE.get(values.dtype, _ROUGH) if is_rounded else 0.0
+        return cls(tensor.shape, bits, _lane_sums(values), tolerance)
+
+    def change(self, before: _Digest | None) -> tuple[float, Sums] | None:
+        """Tolerance and sums of a change; None if there is none, or if ranks may differ in it."""
+        if self is before or before is None or self.shape != before.shape:
+            return None  # else a cache that the forward has made or enlarged
+        sums = (self.sums - before.sums).tolist()
+        if self.shape.numel() == 1 and sum(sums) % 1 == 0:
+            return None  # a counter
+        return self.tolerance, tuple(sums)
 
 
 class ForwardStateCheck:
@@ -65,7 +113,8 @@ class ForwardStateCheck:
         self._compares = not allowed and control.group.size > 1
         self._shards = strategy is not None and strategy.shards_parameters
         self._steps = FIRST_STEPS if self._compares or self._shards else 0
-        self._before = self._on_host() if self._compares else {}
+        self._before: dict[str, _Digest] = {}
+        self._before = self._digests() if self._compares else {}
         if strategy is not None:
             strategy.note_writes(self._steps > 0)
 
@@ -83,28 +132,28 @@ class ForwardStateCheck:
         if not self._steps:
             return
         lost = [] if self._strategy is None else self._strategy.take_noted_writes()
-        now = self._on_host() if self._compares else {}
-        changes = {name: _change(self._before.get(name), value) for name, value in now.items()}
-        mine = (lost, {name: change for name, change in changes.items() if change}, self._sums())
+        now = self._digests() if self._compares else {}
+        changes = {name: own.change(self._before.get(name)) for name, own in now.items()}
+        mine = (lost, {name: own for name, own in changes.items() if own}, self._sums())
         received = self._control.exchange_objects(mine, what=_WHAT)
         with equal_on_all_ranks():
             _raise_if_lost(sorted({name for names, _, _ in received for name in names}))
-            sketches = [own for _, own, _ in received]
-            for name in sorted({name for own in sketches for name in own}):
-                tolerance = _TOLERANCE.get(now[name].dtype, _ROUGH) if name in now else _ROUGH
-                by_rank = [own.get(name, (0.0,) * _PROJECTIONS) for own in sketches]
+            written = [own for _, own, _ in received]
+            for name in sorted({name for own in written for name in own}):
+                tolerance = max(own[name][0] for own in written if name in own)
+                by_rank = [own[name][1] if name in own else (0,) * _LANES for own in written]
                 equal = [not _differ(own, by_rank[0], tolerance) for own in by_rank]
-                self._raise_if_different(name, equal)
+                self._raise_if_different(name, equal, _OF_OTHERS)
             if any(sums != received[0][2] for _, _, sums in received):
                 values = [flat.values for flat in self._flats]
                 for name, sums in differing_parameters(self._control, self._flats, values, _WHAT):
                     equal = [own == sums[0] for own in sums]
-                    self._raise_if_different(f"parameter {name!r}", equal)
+                    self._raise_if_different(f"parameter {name!r}", equal, _OF_TRAINED)
         self._steps, self._before = self._steps - 1, now
         if not self._steps:
             self.skip()
 
-    def _raise_if_different(self, what: str, is_equal: Sequence[bool]) -> None:
+    def _raise_if_different(self, what: str, is_equal: Sequence[bool], advice: str) -> None:
         """Raise if some ranks have not written the values of the first one."""
         group = self._control.group
         ranks = [rank for rank, equal in group.by_name(is_equal).items() if not equal]
@@ -112,14 +161,11 @@ class ForwardStateCheck:
             raise ValueError(
                 f"{what} differs after the forwards of this step: rank(s) {ranks} wrote other "
                 f"values than rank {group.names[0]}, from their own samples or in another number "
-                "of passes (data-dependent initialization, running statistics, codebooks or "
-                "teachers by moving average, spectral_norm, Embedding(max_norm=...)). One device "
-                "would have seen the whole batch. No rank applied the step, but the state is "
-                "changed. Initialize such state before the optimizer is built, with the same "
-                "samples on all ranks; freeze its module with .eval(); or write it between steps "
-                "from values that are equal on all ranks, such as parameters or averages by "
-                "torch.distributed.all_reduce. If it may differ, or your code averages it, pass "
-                "allow_forward_state=True"
+                "of passes (data-dependent initialization, running statistics, counts, codebooks "
+                "or teachers by moving average, spectral_norm, embedding(max_norm=...)). One "
+                "device would have seen the whole batch. No rank applied the step, but the state "
+                "is changed. Initialize such state before the optimizer is built, with the same "
+                f"samples on all ranks; {advice}"
             )
 
     def _sums(self) -> list[int]:
@@ -132,30 +178,26 @@ class ForwardStateCheck:
             return []
         return [int(checksum([flat.values])) for flat in self._flats]
 
-    def _on_host(self) -> dict[str, Tensor]:
+    def _digests(self) -> dict[str, _Digest]:
+        before = self._before
+        return {name: _Digest.of(tensor, before.get(name)) for name, tensor in self._compared()}
+
+    def _compared(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers, and some elements of each frozen parameter that is in no flat parameter.
 
-        Of buffers, the floating-point ones in the state dict: others are caches and counters. Of
-        parameters, none of [Note: opaque tensors]: only their own module knows their elements.
+        Of buffers, those in the state dict: others are caches. Of parameters, none of
+        [Note: opaque tensors]: only their own module knows their elements.
         """
-        buffers = {
-            f"buffer {(f'{prefix}.{name}' if prefix else name)!r}": buffer.detach().to(
-                "cpu", copy=True
-            )
-            for prefix, module in self._model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-            and name not in module._non_persistent_buffers_set
-            and buffer.is_floating_point()
-            and not buffer.is_meta
-        }
-        frozen = {
-            f"parameter {name!r}": _probe(parameter).to("cpu", copy=True)
-            for name, parameter in self._model.named_parameters()
-            if id(parameter) not in self._managed
-            and not (parameter.requires_grad or parameter.is_meta or is_opaque(parameter))
-        }
-        return buffers | frozen
+        for prefix, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    full_name = f"buffer {(f'{prefix}.{name}' if prefix else name)!r}"
+                    for number, part in enumerate(component_tensors(buffer)):
+                        yield f"{full_name} ({number})" if number else full_name, part.detach()
+        for name, parameter in self._model.named_parameters():
+            is_left_out = parameter.requires_grad or parameter.is_meta or is_opaque(parameter)
+            if id(parameter) not in self._managed and not is_left_out:
+                yield f"parameter {name!r}", _probe(parameter)
 
 
 def _raise_if_lost(names: Sequence[str]) -> None:
@@ -172,25 +214,24 @@ def _probe(parameter: Tensor) -> Tensor:
     return parameter.detach().flatten()[:: parameter.numel() // _PROBED + 1]
 
 
-def _change(before: Tensor | None, now: Tensor) -> Sketch | None:
-    """Sums of a change with random signs; None if it may differ between ranks anyway."""
-    if before is None or before.shape != now.shape:
-        return None  # a cache that the forward has made or enlarged
-    change = now.double() - before.double()
-    if not bool(change.any()) or (now.numel() == 1 and float(change) == round(float(change))):
-        return None  # a counter
-    generator, flat = torch.Generator("cpu").manual_seed(0), change.flatten()
+def _lane_sums(values: Tensor) -> Tensor:
+    """As `_Digest.sums`, on the host."""
+    dtype = torch.float64 if values.is_floating_point() else torch.int64
+    generator = torch.Generator("cpu").manual_seed(0)
+    total = torch.zeros(_LANES, dtype=dtype, device=values.device)
+    for number, piece in enumerate(values.reshape(-1).split(_ROWS * _LANES)):
+        rows = pad(piece.to(dtype), (0, -len(piece) % _LANES)).view(-1, _LANES)
+        factors = torch.empty(len(rows), 1, dtype=torch.int64, device="cpu")
+        factors.random_(-(1 << 63), None, generator=generator)  # all bits, for integers
+        if values.is_floating_point():  # from 0.5 to 1.5, with either sign
+            factors = factors.double() / 2.0**63
+            factors += factors.sign() / 2
+        if number == 0:
+            factors[:1] = 1
+        total += (rows * factors.to(values.device)).sum(0)
+    return total.cpu()
 
-    def projection() -> float:
-        bits = torch.randint(2, flat.shape, generator=generator, dtype=torch.int8, device="cpu")
-        return float(flat @ (bits.double() * 2.0 - 1.0))
 
-    return tuple(projection() for _ in range(_PROJECTIONS))
-
-
-def _differ(one: Sketch, other: Sketch, tolerance: float) -> bool:
-    def norm(values: Any) -> float:
-        return float(torch.tensor(list(values), dtype=torch.float64, device="cpu").norm())
-
-    difference = norm(a - b for a, b in zip(one, other, strict=True))
-    return difference > tolerance * max(norm(one), norm(other))
+def _differ(one: Sums, other: Sums, tolerance: float) -> bool:
+    difference = math.hypot(*(a - b for a, b in zip(one, other, strict=True)))
+    return difference > tolerance * max(math.hypot(*one), math.hypot(*other))

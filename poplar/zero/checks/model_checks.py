@@ -76,14 +76,36 @@ def _communicates(module: nn.Module) -> bool:
     )
 
 
-def reject_sparse_embeddings(model: nn.Module) -> None:
-    """Reject embeddings that are trained with sparse gradients."""
+def reject_embeddings(model: nn.Module, *, allowed: bool) -> None:
+    """Reject trained embeddings with sparse gradients, or whose forwards write their weights.
+
+    `allowed`: as for `reject_batch_norm`; gradients may be scaled by the counts of a micro-batch.
+    """
     for name, module in model.named_modules():
-        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if is_embedding and module.sparse and module.weight.requires_grad:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if not module.weight.requires_grad:
+            continue
+        if module.sparse:
             raise TypeError(
                 f"module {name!r} has sparse gradients, but flat parameters are dense; build the "
                 "embedding with sparse=False"
+            )
+        if module.max_norm is not None:
+            kept = f"torch.renorm(weight, {module.norm_type}, 0, {module.max_norm})"
+            raise ValueError(
+                f"module {name!r} has max_norm={module.max_norm}, so its forwards write into its "
+                "trained weights, also in evaluation mode: every rank would write the rows of its "
+                "own samples. Build it with max_norm=None. Before the first step and after each "
+                f"one, write weight.copy_({kept}), where weight is that of the module, in `with "
+                "torch.no_grad(), optimizer.full_parameters(writeback=True, masters=True):`"
+            )
+        if module.scale_grad_by_freq and not allowed:
+            raise ValueError(
+                f"module {name!r} has scale_grad_by_freq=True, which divides gradients by the "
+                "counts of a micro-batch, so the gradient depends on how the batch is split. Build "
+                "it with scale_grad_by_freq=False, or accept counts per micro-batch with "
+                "allow_forward_state=True"
             )
 
 
@@ -134,8 +156,7 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
         ):
             raise TypeError(
                 f"parameter {name!r} is a {type(parameter).__name__} of {parameter.dtype}; trained "
-                "parameters must be float32, bfloat16 or float16. Freeze a quantised base "
-                "(requires_grad_(False)) and train adapters such as LoRA"
+                f"parameters must be float32, bfloat16 or float16. {_advice_for(parameter)}"
             )
         if not is_trained and is_opaque(parameter):
             continue  # see [Note: opaque tensors]
@@ -161,6 +182,19 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], trained: set[int
                 "the same memory; tie them as one nn.Parameter: module_b.weight = module_a.weight"
             )
     return next(iter(devices))
+
+
+def _advice_for(parameter: nn.Parameter) -> str:
+    """What to do about a trained parameter of an unsupported dtype."""
+    if parameter.is_complex():
+        return (
+            "Store its real form, nn.Parameter(torch.view_as_real(w)), call "
+            "torch.view_as_complex(parameter) in the forward, and pass compute_dtype=torch.float32 "
+            "(there are no complex numbers of bfloat16)"
+        )
+    if parameter.dtype is torch.float64:
+        return "Call model.float() before the optimizer is built"
+    return "Freeze a quantised base (requires_grad_(False)) and train adapters such as LoRA"
 
 
 def warn_of_ungrouped(

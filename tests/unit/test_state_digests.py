@@ -1,0 +1,99 @@
+"""What is kept of buffers, to compare their changes on the ranks, needs no memory of their size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from poplar.zero.checks import forward_state
+from poplar.zero.checks.forward_state import _differ, _Digest
+
+NUMEL = 61 * 1000 + 7
+
+
+class Largest(TorchDispatchMode):
+    """Records the bytes of the largest new memory."""
+
+    def __init__(self, known: Tensor) -> None:
+        super().__init__()
+        self._known = known.untyped_storage().data_ptr()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() != self._known:
+                self.bytes = max(self.bytes, each.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.complex64])
+def test_nothing_of_the_size_of_a_buffer_is_made(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(forward_state, "_ROWS", 16)
+    buffer = torch.zeros(NUMEL, dtype=dtype)
+    with Largest(buffer) as largest:
+        before = _Digest.of(buffer, None)
+        assert _Digest.of(buffer, before) is before
+        buffer[5] = 3
+        assert _Digest.of(buffer, before).change(before) is not None
+    assert largest.bytes < buffer.nbytes / 5
+
+
+Write = Callable[[Tensor], object]
+
+
+def change(dtype: torch.dtype, write: Write) -> tuple[float, Any]:
+    torch.manual_seed(0)
+    buffer = (torch.randn(NUMEL) * 10).to(dtype)
+    before = _Digest.of(buffer, None)
+    write(buffer)
+    found = _Digest.of(buffer, before).change(before)
+    assert found is not None
+    return found
+
+
+def differ(dtype: torch.dtype, one: Write, other: Write) -> bool:
+    (tolerance, first), (_, second) = change(dtype, one), change(dtype, other)
+    return _differ(first, second, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("place", [61, 1, 32, NUMEL - 1])
+def test_one_element_more_is_told_from_one_elsewhere(dtype: torch.dtype, place: int) -> None:
+    def add(at: int) -> Write:
+        return lambda buffer: buffer[at].add_(4)
+
+    assert differ(dtype, add(0), add(place))
+    assert not differ(dtype, add(place), add(place))
+
+
+def test_rounding_is_told_from_other_values() -> None:
+    for factor, differs in ((1 + 1e-5, False), (1.1, True)):
+        moved = torch.randn(NUMEL)
+        assert differ(
+            torch.float32,
+            lambda buffer, moved=moved: buffer.add_(moved),
+            lambda buffer, moved=moved, factor=factor: buffer.add_(moved * factor),
+        ) is differs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_counters_and_caches_are_no_changes(dtype: torch.dtype) -> None:
+    counter = torch.zeros((), dtype=dtype)
+    before = _Digest.of(counter, None)
+    assert _Digest.of(counter + 3, before).change(before) is None
+    assert _Digest.of(torch.ones(2, dtype=dtype), before).change(before) is None
+    assert _Digest.of(counter + 1, None).change(None) is None
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan"), float("inf")])
+def test_a_single_number_that_counts_nothing_is_a_change(value: float) -> None:
+    before = _Digest.of(torch.zeros(1), None)
+    assert _Digest.of(torch.full((1,), value), before).change(before) is not None
