@@ -43,7 +43,9 @@ from poplar.checkpoint.training_state import (
     saved_buffers,
     stored_values,
 )
+from poplar.system.storage import separate_elements
 from poplar.values.errors import DamagedCheckpoint
+from poplar.zero.absent_parameter import AbsentValues
 from poplar.zero.agreement import caught, run_on_all_ranks
 from poplar.zero.collective_calls import ForAllRanks, LeftOutCalls
 from poplar.zero.optimizers.state_values import StateLayout
@@ -300,6 +302,7 @@ class Load:
             parts.scaler.load_state_dict(self._scaler)
         if self._own is not None:
             for buffer, value in self._own_buffers.values():
+                separate_elements(buffer)
                 buffer.copy_(value)
             set_random_state(self._own["random"], parts.engine.flats[0].device)
 
@@ -387,9 +390,12 @@ class Load:
             if id(value) in done:
                 continue
             done.add(id(value))
-            target = value.detach()
             if place := places.get(id(value)):
-                target = place.shard(stored_values(place.flat))
+                target: Tensor = place.shard(stored_values(place.flat))
+            else:
+                if not isinstance(value, AbsentValues):
+                    separate_elements(value)
+                target = value.detach()
             yield self._masters.get(name, self._stored_names[name]), target
 
     def _sent_targets(self) -> Iterator[tuple[str, Tensor]]:

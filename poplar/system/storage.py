@@ -21,6 +21,8 @@ _PARTS = {
     torch.jagged: ("values", "offsets", "lengths"),
 }
 """Methods that return the parts of a tensor, by its layout."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element."""
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
@@ -50,3 +52,19 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     parts = (getattr(tensor, name)() for name in _PARTS[tensor.layout])
     return [part for part in parts if part is not None]
+
+
+def bits_are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype have equal bits; a NaN has those of itself."""
+    integers = _INTEGERS[min(one.itemsize, 8)]
+    return torch.equal(*(as_bytes(each.contiguous()).view(integers) for each in (one, other)))
+
+
+def separate_elements(tensor: Tensor) -> None:
+    """Give a tensor whose elements share memory (`expand`, `meshgrid`) memory of its own.
+
+    Else PyTorch does not write to it.
+    """
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in dims):
+        tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)

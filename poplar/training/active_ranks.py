@@ -117,8 +117,9 @@ class ActiveRanks:
                 f"{_DOING} cannot give it values; call it on the active ranks only "
                 "(optimizer.is_active)"
             )
-        known = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.share_tensors({name: known[name].data for name in names}, _DOING)
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        tensors = {n: parameters[n].data if n in parameters else buffers[n] for n in names}
+        self.share_tensors(tensors, _DOING)
 
     @torch.no_grad()
     def share_tensors(self, tensors: Mapping[str, Tensor], doing: str) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from poplar.system.storage import bits_are_equal, separate_elements
 from poplar.zero.absent_parameter import mark_present
 from poplar.zero.input_cast import inputs_cast
 from poplar.zero.opaque_parameter import (
@@ -43,6 +44,10 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
         with random_state_preserved(device):
             yield
     finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, training in modes:
+            module.training = training
         with torch.no_grad():
             for module, name, buffer, data, value in buffers:
                 module._buffers[name] = buffer
@@ -51,13 +56,12 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
                 if not value.is_meta:
                     if buffer.device != data.device:  # an optimizer has moved it
                         buffer.data = data
-                    buffer.copy_(value)
+                    # Memory that is mapped from a file may be read-only.
+                    if not bits_are_equal(buffer, value):
+                        separate_elements(buffer)
+                        buffer.copy_(value)
                 elif not buffer.is_meta:  # an optimizer has made it real
                     move_to_meta([buffer])  # type: ignore[list-item]
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager

@@ -739,3 +739,11 @@ def test_autotune_warns_on_the_first_rank_of_models_on_their_device():
 
     assert "weight=poplar.tokens(shift=False)" in warnings_of(0, True)[0]
     assert warnings_of(1, True) == warnings_of(0, False) == []
+
+
+def test_a_model_whose_buffer_cannot_be_written_in_place_is_looked_at_and_keeps_its_mode():
+    model = training.build("tagger")
+    model.register_buffer("grid", torch.arange(3.0).expand(2, 3))
+    found = wrong_weight(training.loss_fn, model, ragged(seed=1))
+    assert "weight=poplar.tokens(shift=False)" in found
+    assert model.training

@@ -61,3 +61,54 @@ def test_buffers_that_were_moved_are_back_in_their_memory() -> None:
     assert model.table.device.type == "cpu"
     assert model.table.data_ptr() == place
     assert model.table.tolist() == [0.0, 1.0, 2.0]
+
+
+def with_grid() -> nn.Module:
+    """A model with a buffer whose elements share memory."""
+    model = nn.Linear(4, 2)
+    model.register_buffer("grid", torch.meshgrid(torch.arange(3.0), torch.arange(2.0))[0])
+    assert 0 in model.grid.stride()
+    return model
+
+
+def test_buffers_whose_elements_share_memory_are_kept() -> None:
+    model = with_grid()
+    place = model.grid.data_ptr()
+    with model_preserved(model, torch.device("cpu")):
+        model.eval()
+        model.grid = model.grid + 1
+    assert model.training
+    assert (model.grid.data_ptr(), model.grid.stride()) == (place, (1, 0))
+    assert model.grid.tolist() == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+def test_buffers_whose_elements_share_memory_get_their_values_back() -> None:
+    model = with_grid()
+    with model_preserved(model, torch.device("cpu")):
+        model.grid[:, 0].fill_(7.0)  # which changes all columns
+    assert model.grid.tolist() == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_buffers_that_have_not_changed_are_not_written(value: float) -> None:
+    """Their memory may be a read-only file."""
+    model = nn.Linear(4, 2)
+    model.register_buffer("table", torch.full((3,), value))
+    version = model.table._version
+    with model_preserved(model, torch.device("cpu")):
+        model(torch.ones(1, 4))
+    assert model.table._version == version
+
+
+def test_modes_and_gradients_are_back_also_if_a_buffer_cannot_be_written() -> None:
+    model = nn.Linear(4, 2)
+    model.register_buffer("table", torch.ones(3))
+    model.bias.grad = gradient = torch.ones(2)
+    with (
+        pytest.raises(RuntimeError, match="size"),
+        model_preserved(model, torch.device("cpu")),
+    ):
+        model.eval()
+        model.table.data = torch.ones(5)
+    assert model.training
+    assert model.bias.grad is gradient

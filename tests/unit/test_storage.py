@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poplar.checkpoint.saved_values import digest
-from poplar.system.storage import as_bytes, with_own_storage
+from poplar.system.storage import as_bytes, bits_are_equal, separate_elements, with_own_storage
 from poplar.zero.checks.replica_check import bit_checksum
 
 DTYPES = (
@@ -53,3 +53,31 @@ def test_memory_lives_as_long_as_the_result() -> None:
     assert float(own.min()) == 3.0
     assert not own.is_inference()
     assert len(others) == 8
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128])
+def test_bits_of_any_dtype_and_strides_are_compared(dtype: torch.dtype) -> None:
+    one = torch.arange(6).view(2, 3).to(dtype)
+    other = one.t().contiguous().t()
+    assert one.stride() != other.stride()
+    assert bits_are_equal(one, other)
+    other[1, 1] = 0
+    assert not bits_are_equal(one, other)
+    assert bits_are_equal(one[0, 1], one[0, 1].clone())
+    assert bits_are_equal(one[:0], one[:0].clone())
+
+
+def test_bits_tell_zeros_and_know_nan() -> None:
+    assert not bits_are_equal(torch.tensor(0.0), torch.tensor(-0.0))
+    assert bits_are_equal(torch.tensor(float("nan")), torch.tensor(float("nan")))
+
+
+def test_elements_that_share_memory_are_separated_and_others_keep_theirs() -> None:
+    expanded, plain = torch.arange(3.0).expand(2, 3), torch.arange(6.0).view(2, 3).t()
+    place = plain.data_ptr()
+    for tensor in (expanded, plain):
+        before = tensor.tolist()
+        separate_elements(tensor)
+        assert tensor.tolist() == before
+        tensor.copy_(torch.zeros_like(tensor))
+    assert plain.data_ptr() == place

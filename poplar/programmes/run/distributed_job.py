@@ -14,6 +14,7 @@ from poplar.comm.group import first_line
 from poplar.data import pytree
 from poplar.planner.search import Choice
 from poplar.programmes.run.checked_export import CheckedExport, check_computation
+from poplar.system.storage import separate_elements
 from poplar.tuning.autotune import TuningJob
 from poplar.values.errors import NotExportable, agreed
 from poplar.values.plan import Plan
@@ -106,7 +107,9 @@ class DistributedJob(TuningJob):
         for name, tensor in tensors:
             values = tensor.detach().contiguous()
             comm.broadcast(values, 0, what=f"the broadcast of {name}")
-            tensor.copy_(values)
+            if values.data_ptr() != tensor.data_ptr():
+                separate_elements(tensor)
+                tensor.copy_(values)
         return comm
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from poplar.comm import Communicator, Control
-from poplar.system.storage import as_bytes
+from poplar.system.storage import as_bytes, separate_elements
 from poplar.values.errors import ReplicasDiffer, agreed
 from poplar.zero.agreement import exchange_results
 from poplar.zero.flat_parameter import FlatParameter
@@ -182,6 +182,7 @@ def replicate(
             whole = tensor.detach().contiguous()
             comm.broadcast(whole, 0, what=f"the broadcast of {name}")
             if whole.data_ptr() != tensor.data_ptr():
+                separate_elements(tensor)
                 tensor.copy_(whole)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.comm import Control
+from poplar.system.storage import separate_elements
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.checks.replica_check import replicate
 from poplar.zero.flat_parameter import FlatParameter
@@ -124,6 +125,7 @@ class InitialValues:
                 else:
                     parameter.copy_(values)
             for buffer, values in buffers:
+                separate_elements(buffer)
                 buffer.copy_(values)
         for flat in layouts:
             strategy.replicate_initial_values(flat)
