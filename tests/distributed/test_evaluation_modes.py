@@ -229,3 +229,37 @@ def test_a_rank_without_samples_evaluates_with_the_trained_buffers(ranks: Pool, 
     (first, expected), (second, _) = ranks.run(evaluate_trained_statistics, stage, ranks=2)
     assert first == second
     assert first == pytest.approx(expected, rel=1e-5)
+
+
+def forces(model: nn.Module, batch: Tensor) -> Tensor:
+    """The mean square of the gradient of an energy with respect to its inputs."""
+    x = batch.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return gradient.square().sum(1).mean()
+
+
+def evaluate_forces(stage: int) -> tuple[str, float, float]:
+    """The error without gradients; the mean with them, and that of one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).to(harness.device())
+    batches = torch.randn(3, 4, 8).to(harness.device())
+    expected = float(torch.stack([forces(model, batch) for batch in batches]).mean())
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, stage=stage, process_group=harness.group(), lr=0.1
+    )
+    own = batches[:1] if harness.rank() else batches[1:]
+    with harness.catching() as caught:
+        optimizer.evaluate(forces, own)
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return forces(model, batch)
+
+    return caught[0].message, optimizer.evaluate(loss_fn, own), expected
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_computes_gradients_enables_them(ranks: Pool, stage: int) -> None:
+    for error, mean, expected in ranks.run(evaluate_forces, stage, ranks=2):
+        assert "`with torch.enable_grad():`" in error
+        assert mean == pytest.approx(expected, rel=1e-5)

@@ -166,7 +166,20 @@ class Evaluation:
         except CollectiveTimeout:
             raise
         except Exception as error:
-            self._error = error
+            self._error = _explained(error)
+
+
+def _explained(error: Exception) -> Exception:
+    """An error of a loss function, with its cause if that is how it is called."""
+    if "does not require grad" not in str(error):
+        return error
+    explained = RuntimeError(
+        "evaluate() calls loss_fn without gradients. A loss that needs some (forces, the residual "
+        "of a differential equation) computes them in `with torch.enable_grad():`, with respect to "
+        f"inputs that require gradients: {error}"
+    )
+    explained.__cause__ = error
+    return explained
 
 
 def _scalar(value: Any) -> Tensor:
