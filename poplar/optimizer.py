@@ -146,8 +146,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         timeout: how long a rank waits for other ranks; default: 5 minutes; with NCCL less if
             the process group's timeout is shorter than 7 minutes.
         allow_forward_state: accept state that forwards write and that differs between ranks: the
-            statistics of BatchNorm in training mode (never of SyncBatchNorm), codebooks and frozen
-            teachers by moving average, running normalizers, `spectral_norm` with unequal passes.
+            statistics of BatchNorm in training mode (never of SyncBatchNorm), counts, codebooks and
+            frozen teachers by moving average, running normalizers, `spectral_norm` with unequal
+            passes; also embeddings with `scale_grad_by_freq`, which count a micro-batch.
             Each rank then has its own, also in `model.state_dict()`. `save_model` writes the
             buffers of the first rank that has samples.
         weights: the values of the parameters: the path of a safetensors file, of an index as
@@ -558,7 +559,9 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         the statistics of BatchNorm, because its own are not trained.
 
         Args:
-            loss_fn: as for `train_step`; it returns a mean.
+            loss_fn: as for `train_step`; it returns a mean. It is called without gradients: a loss
+                that needs some (forces, the residual of a differential equation) computes them in
+                `with torch.enable_grad():`.
             loader: this rank's batches. Those of a `HeteroBatchSampler` are dropped on a rank that
                 has no samples in its plan. Those of `CollateMicroBatches` are split as in
                 training.
