@@ -104,11 +104,11 @@ def test_modes_and_gradients_are_back_also_if_a_buffer_cannot_be_written() -> No
     model = nn.Linear(4, 2)
     model.register_buffer("table", torch.ones(3))
     model.bias.grad = gradient = torch.ones(2)
-    with (
-        pytest.raises(RuntimeError, match="size"),
-        model_preserved(model, torch.device("cpu")),
-    ):
-        model.eval()
-        model.table.data = torch.ones(5)
+    preserved = model_preserved(model, torch.device("cpu"))
+    preserved.__enter__()
+    model.eval()
+    model.table.data = torch.ones(5)
+    with pytest.raises(RuntimeError, match="size"):
+        preserved.__exit__(None, None, None)
     assert model.training
     assert model.bias.grad is gradient

@@ -77,11 +77,14 @@ def test_one_element_more_is_told_from_one_elsewhere(dtype: torch.dtype, place: 
 def test_rounding_is_told_from_other_values() -> None:
     for factor, differs in ((1 + 1e-5, False), (1.1, True)):
         moved = torch.randn(NUMEL)
-        assert differ(
-            torch.float32,
-            lambda buffer, moved=moved: buffer.add_(moved),
-            lambda buffer, moved=moved, factor=factor: buffer.add_(moved * factor),
-        ) is differs
+        assert (
+            differ(
+                torch.float32,
+                lambda buffer, moved=moved: buffer.add_(moved),
+                lambda buffer, moved=moved, factor=factor: buffer.add_(moved * factor),
+            )
+            is differs
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
