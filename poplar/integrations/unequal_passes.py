@@ -264,7 +264,7 @@ class UnequalPasses:
     def _check(self, batch: Any) -> None:
         if self._step is not None:
             self._step.check_ended()
-        self._checks.check_mode()
+        self._checks.open_step()
         self._check_model()
         if batch is None or pytree.samples_in(batch) == 0:
             raise ValueError(

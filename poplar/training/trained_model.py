@@ -338,7 +338,7 @@ class TrainedModel:
 
     def check_model(self) -> None:
         """Check, before a step, that the optimizer still trains what it was built for."""
-        self.checks.check_mode()
+        self.checks.open_step()
         self.checks.check_structure(self._structure, self.optimizer.param_groups)
         self.update.adopt_replaced_data(self.engine.flats)
         self._casts.look()

@@ -407,6 +407,62 @@ def test_a_frozen_teacher_may_be_written_between_steps(ranks: Pool, number: int)
         assert not error
 
 
+class Own(nn.Module):
+    """A buffer in which the program writes between steps; `counts`: a forward does, too."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("own", torch.zeros(8, dtype=dtype))
+        self.counts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.own[0] += len(x)
+        return x
+
+    def write(self) -> None:
+        self.own += harness.rank()
+
+    def write_and_count(self) -> None:
+        self.write()
+        self.counts = True
+
+
+@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.long, torch.uint8, torch.complex64])
+def test_counts_that_a_program_writes_between_steps_are_no_alarm(
+    ranks: Pool, number: int, dtype: torch.dtype
+) -> None:
+    make, plan = partial(Own, dtype), stage(number, EQUAL)
+    assert ranks.run(steps, make, plan, {}, Own.write, ranks=2) == ["", ""]
+    for error in ranks.run(steps, make, plan, {}, Own.write_and_count, ranks=2):
+        assert "'1.own' differs after the forwards" in error
+
+
+def test_other_numbers_that_a_program_writes_between_steps_are_noticed(ranks: Pool) -> None:
+    make = partial(Own, torch.float32)
+    for error in ranks.run(steps, make, stage(0, EQUAL), {}, Own.write, ranks=2):
+        assert "'1.own' differs after the forwards" in error
+
+
+def own_loop(number: int) -> None:
+    """Two steps without `micro_batches`, between which the program writes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(linear(), Own(torch.long), nn.Linear(6, 1))
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, stage=number, process_group=harness.group(), lr=0.01
+    )
+    for _ in range(2):
+        model[1].write()
+        model(torch.ones(4, 6)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_loops_of_the_user_may_write_counts_between_steps(ranks: Pool, number: int) -> None:
+    ranks.run(own_loop, number, ranks=2)
+
+
 @pytest.mark.parametrize("change", [Tensor.bfloat16, Tensor.squeeze])
 def test_data_of_another_kind_is_noticed(ranks: Pool, change: Callable[[Tensor], Tensor]) -> None:
     for error in ranks.run(steps, partial(Scaled, change), stage(3, EQUAL), {}, ranks=2):

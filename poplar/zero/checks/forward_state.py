@@ -5,7 +5,8 @@ the optimizer is built. What a forward writes into them from its samples, or onc
 afterwards: data-dependent initialization, running statistics, counts by token or class, codebooks
 and frozen teachers by moving average, the vectors of `spectral_norm`. One device would have seen
 the whole batch. Changes that are equal on all ranks, such as masks, caches and counters, are no
-matter.
+matter. A program may write counts of its own between steps: buffers that are not floating-point
+are read again when a step opens.
 
 Where parameters are sharded, what a forward writes into them is lost, so any change counts.
 """
@@ -114,7 +115,7 @@ class ForwardStateCheck:
         self._shards = strategy is not None and strategy.shards_parameters
         self._steps = FIRST_STEPS if self._compares or self._shards else 0
         self._before: dict[str, _Digest] = {}
-        self._before = self._digests() if self._compares else {}
+        self._before = self._digests(dict(self._compared())) if self._compares else {}
         if strategy is not None:
             strategy.note_writes(self._steps > 0)
 
@@ -124,6 +125,15 @@ class ForwardStateCheck:
         if self._strategy is not None:
             self._strategy.note_writes(False)
 
+    def open(self) -> None:
+        """Note what the program has written since the last step; before its forwards. Local.
+
+        A loop of the user without `micro_batches` opens a step in its first backward.
+        """
+        if self._before:
+            counts = {n: each for n, each in self._buffers() if not each.is_floating_point()}
+            self._before |= self._digests(counts)
+
     def look(self) -> None:
         """Compare the state after the passes of a step. Collective in the first steps.
 
@@ -132,7 +142,7 @@ class ForwardStateCheck:
         if not self._steps:
             return
         lost = [] if self._strategy is None else self._strategy.take_noted_writes()
-        now = self._digests() if self._compares else {}
+        now = self._digests(dict(self._compared())) if self._compares else {}
         changes = {name: own.change(self._before.get(name)) for name, own in now.items()}
         mine = (lost, {name: own for name, own in changes.items() if own}, self._sums())
         received = self._control.exchange_objects(mine, what=_WHAT)
@@ -178,26 +188,28 @@ class ForwardStateCheck:
             return []
         return [int(checksum([flat.values])) for flat in self._flats]
 
-    def _digests(self) -> dict[str, _Digest]:
-        before = self._before
-        return {name: _Digest.of(tensor, before.get(name)) for name, tensor in self._compared()}
+    def _digests(self, tensors: dict[str, Tensor]) -> dict[str, _Digest]:
+        return {name: _Digest.of(each, self._before.get(name)) for name, each in tensors.items()}
 
     def _compared(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers, and some elements of each frozen parameter that is in no flat parameter.
 
-        Of buffers, those in the state dict: others are caches. Of parameters, none of
-        [Note: opaque tensors]: only their own module knows their elements.
+        Of parameters, none of [Note: opaque tensors]: only their own module knows their elements.
         """
+        yield from self._buffers()
+        for name, parameter in self._model.named_parameters():
+            is_left_out = parameter.requires_grad or parameter.is_meta or is_opaque(parameter)
+            if id(parameter) not in self._managed and not is_left_out:
+                yield f"parameter {name!r}", _probe(parameter)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers in the state dict: others are caches."""
         for prefix, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     full_name = f"buffer {(f'{prefix}.{name}' if prefix else name)!r}"
                     for number, part in enumerate(component_tensors(buffer)):
                         yield f"{full_name} ({number})" if number else full_name, part.detach()
-        for name, parameter in self._model.named_parameters():
-            is_left_out = parameter.requires_grad or parameter.is_meta or is_opaque(parameter)
-            if id(parameter) not in self._managed and not is_left_out:
-                yield f"parameter {name!r}", _probe(parameter)
 
 
 def _raise_if_lost(names: Sequence[str]) -> None:

@@ -65,9 +65,10 @@ class StepChecks:
         for check in (self.batches, self.loss, self.forward_state):
             check.skip()
 
-    def check_mode(self) -> None:
-        """Raise if a BatchNorm is in training mode that may not be. Local."""
+    def open_step(self) -> None:
+        """Note the state before a step; raise if a BatchNorm may not be in training mode. Local."""
         reject_batch_norm(self._batch_norms, allowed=self._allows_forward_state)
+        self.forward_state.open()
 
     def check_structure(
         self, structure: ModelStructure, groups: Sequence[Mapping[str, Any]]
