@@ -1,17 +1,19 @@
-"""What is kept of buffers, to compare their changes on the ranks, needs no memory of their size."""
+"""What is kept of buffers, to compare their changes on the ranks, and what that costs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from poplar.zero.checks import forward_state
-from poplar.zero.checks.forward_state import _differ, _Digest
+from poplar.zero.checks.forward_state import ForwardStateCheck, _differ, _Digest
 
 NUMEL = 61 * 1000 + 7
 
@@ -44,6 +46,48 @@ def test_nothing_of_the_size_of_a_buffer_is_made(
         buffer[5] = 3
         assert _Digest.of(buffer, before).change(before) is not None
     assert largest.bytes < buffer.nbytes / 5
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators by name, except views and copies on the host."""
+
+    ON_HOST = ("as_strided", "clone", "detach", "view")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.found[name] += name not in self.ON_HOST
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_two_steps(norms: int) -> Counter[str]:
+    control: Any = SimpleNamespace(
+        group=SimpleNamespace(size=2), exchange_objects=lambda own, what: [own, own]
+    )
+    model = nn.Sequential(*(nn.BatchNorm1d(64) for _ in range(norms))).eval()
+    check = ForwardStateCheck(model, control, allowed=False)
+    with Operators() as operators:
+        for _ in range(2):
+            check.open()
+            check.look()
+    return operators.found
+
+
+def test_buffers_that_do_not_change_are_read_together() -> None:
+    found = operators_of_two_steps(norms=100)
+    assert found == operators_of_two_steps(norms=2)
+    assert found["cat"] == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64, torch.bool])
+def test_tensors_that_are_read_together_keep_their_values(dtype: torch.dtype) -> None:
+    tensors = [torch.arange(3, dtype=torch.int8), torch.eye(3).to(dtype).t(), torch.zeros(0, 2)]
+    tensors += [torch.ones((), dtype=dtype), torch.arange(9).view(3, 3)[:, ::2]]
+    for own, copy in zip(tensors, forward_state._on_host(tensors), strict=True):
+        torch.testing.assert_close(copy, own, rtol=0, atol=0)
 
 
 Write = Callable[[Tensor], object]

@@ -14,6 +14,7 @@ Where parameters are sharded, what a forward writes into them is lost, so any ch
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from poplar.comm import Control
+from poplar.system.storage import as_bytes
 from poplar.values.errors import equal_on_all_ranks
 from poplar.values.formatting import format_names
 from poplar.zero.checks.replica_check import bit_checksum, checksum, differing_parameters
@@ -44,6 +46,8 @@ _OF_OTHERS = (
 _PROBED = 4096
 """Elements of a frozen parameter that are compared, at least a half of them: a frozen base may have
 many GiB, of which a forward mostly writes none or all."""
+_SMALL = 8 * _PROBED
+"""Bytes of tensors that are read together and compared on the host: in many models, all of them."""
 _LANES = 61
 """Sums of a tensor; a prime, so that no column of a matrix is in one of them alone."""
 _ROWS = 1 << 16
@@ -60,7 +64,7 @@ class _Digest(NamedTuple):
 
     shape: torch.Size
     bits: int
-    """A checksum of all bits."""
+    """A checksum of all bits; a hash for small tensors."""
     sums: Tensor
     """By lane, the elements times random factors: one for each row of lanes, 1 for the first. A
     change has the difference of two as its sums. Of floating-point numbers, their norm is, within a
@@ -70,8 +74,9 @@ class _Digest(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, before: _Digest | None) -> _Digest:
-        """Of a tensor now; `before` itself if it has not changed since."""
-        bits = int(bit_checksum(tensor))
+        """Of a tensor now, on the host if it is small; `before` itself if it has not changed."""
+        is_small = tensor.nbytes <= _SMALL
+        bits = hash(as_bytes(tensor).numpy().tobytes()) if is_small else int(bit_checksum(tensor))
         if before is not None and (before.shape, before.bits) == (tensor.shape, bits):
             return before
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -189,7 +194,9 @@ class ForwardStateCheck:
         return [int(checksum([flat.values])) for flat in self._flats]
 
     def _digests(self, tensors: dict[str, Tensor]) -> dict[str, _Digest]:
-        return {name: _Digest.of(each, self._before.get(name)) for name, each in tensors.items()}
+        small = {name: each for name, each in tensors.items() if each.nbytes <= _SMALL}
+        near = tensors | dict(zip(small, _on_host([*small.values()]), strict=True))
+        return {name: _Digest.of(each, self._before.get(name)) for name, each in near.items()}
 
     def _compared(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers, and some elements of each frozen parameter that is in no flat parameter.
@@ -224,6 +231,18 @@ def _raise_if_lost(names: Sequence[str]) -> None:
 
 def _probe(parameter: Tensor) -> Tensor:
     return parameter.detach().flatten()[:: parameter.numel() // _PROBED + 1]
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors, which cost one read of each device together."""
+    pieces = defaultdict[torch.device, list[Tensor]](list)
+    for tensor in tensors:
+        pieces[tensor.device].append(as_bytes(tensor.contiguous()))
+    parts = {
+        device: iter(torch.cat(own).cpu().split([len(piece) for piece in own]))
+        for device, own in pieces.items()
+    }
+    return [next(parts[t.device]).clone().view(t.dtype).view(t.shape) for t in tensors]
 
 
 def _lane_sums(values: Tensor) -> Tensor:
