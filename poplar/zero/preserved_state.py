@@ -56,8 +56,9 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
                 if not value.is_meta:
                     if buffer.device != data.device:  # an optimizer has moved it
                         buffer.data = data
-                    # Memory that is mapped from a file may be read-only.
-                    if not bits_are_equal(buffer, value):
+                    # Memory that is mapped from a file may be read-only. It is in the host;
+                    # elsewhere, comparing costs a read of the device.
+                    if not (buffer.is_cpu and bits_are_equal(buffer, value)):
                         separate_elements(buffer)
                         buffer.copy_(value)
                 elif not buffer.is_meta:  # an optimizer has made it real
