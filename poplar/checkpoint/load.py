@@ -390,12 +390,11 @@ class Load:
             if id(value) in done:
                 continue
             done.add(id(value))
+            if not isinstance(value, AbsentValues):
+                separate_elements(value)
+            target = value.detach()
             if place := places.get(id(value)):
-                target: Tensor = place.shard(stored_values(place.flat))
-            else:
-                if not isinstance(value, AbsentValues):
-                    separate_elements(value)
-                target = value.detach()
+                target = place.shard(stored_values(place.flat))
             yield self._masters.get(name, self._stored_names[name]), target
 
     def _sent_targets(self) -> Iterator[tuple[str, Tensor]]:

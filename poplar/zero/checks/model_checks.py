@@ -82,9 +82,8 @@ def reject_embeddings(model: nn.Module, *, allowed: bool) -> None:
     `allowed`: as for `reject_batch_norm`; gradients may be scaled by the counts of a micro-batch.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            continue
-        if not module.weight.requires_grad:
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if not is_embedding or not module.weight.requires_grad:
             continue
         if module.sparse:
             raise TypeError(
