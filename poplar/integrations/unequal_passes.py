@@ -30,6 +30,7 @@ from poplar.values.communication import EXACT
 from poplar.values.errors import CollectiveTimeout, agreed, check_class, is_agreed
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, exchange_results
+from poplar.zero.checks.model_checks import reject_embeddings_by_micro_batch
 from poplar.zero.checks.step_checks import StepChecks
 from poplar.zero.collective_calls import (
     CollectiveCalls,
@@ -74,7 +75,7 @@ class UnequalPasses:
             self.collective_calls = CollectiveCalls(self._group, self._stop)
             self._control = connect_control(self._group)
             close_when_aborted(self._group, self._group.process_group)
-            self._plan = self._agreed_plan(plan)
+            self._plan = self._agreed_plan(plan, allow_forward_state)
             self._splitter = BatchSplitter(plan, plan.synchronizes_every_pass)
             self._checks = StepChecks(
                 self._inner_model(),
@@ -272,11 +273,12 @@ class UnequalPasses:
                 f"HeteroBatchSampler gives it, because {self.engine} needs a pass of every rank"
             )
 
-    def _agreed_plan(self, plan: Plan) -> Plan:
+    def _agreed_plan(self, plan: Plan, allow_forward_state: bool) -> Plan:
         """The plan, once all ranks have checked theirs, which is the same. Collective."""
 
         def checked() -> str:
             self._check_model()
+            reject_embeddings_by_micro_batch(self._inner_model(), allowed=allow_forward_state)
             self._check_plan(plan)
             plan.check_all_active(type(self).__name__)
             return plan.digest()

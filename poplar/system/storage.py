@@ -54,6 +54,12 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     return [part for part in parts if part is not None]
 
 
+def has_plain_elements(tensor: Tensor) -> bool:
+    """Whether its memory holds its elements as they are, so that `as_bytes` shows them."""
+    is_packed = tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return tensor.layout is torch.strided and not is_packed
+
+
 def bits_are_equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one dtype have equal bits; a NaN has those of itself."""
     integers = _INTEGERS[min(one.itemsize, 8)]
@@ -65,6 +71,8 @@ def separate_elements(tensor: Tensor) -> None:
 
     Else PyTorch does not write to it.
     """
+    if tensor.layout is not torch.strided:
+        return
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     if any(size > 1 and stride == 0 for size, stride in dims):
         tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)

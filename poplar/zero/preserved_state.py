@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from poplar.system.storage import bits_are_equal, separate_elements
+from poplar.system.storage import bits_are_equal, has_plain_elements, separate_elements
 from poplar.zero.absent_parameter import mark_present
 from poplar.zero.input_cast import inputs_cast
 from poplar.zero.opaque_parameter import (
@@ -56,13 +56,20 @@ def model_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
                 if not value.is_meta:
                     if buffer.device != data.device:  # an optimizer has moved it
                         buffer.data = data
-                    # Memory that is mapped from a file may be read-only. It is in the host;
-                    # elsewhere, comparing costs a read of the device.
-                    if not (buffer.is_cpu and bits_are_equal(buffer, value)):
+                    if not _is_unchanged(buffer, value):
                         separate_elements(buffer)
                         buffer.copy_(value)
                 elif not buffer.is_meta:  # an optimizer has made it real
                     move_to_meta([buffer])  # type: ignore[list-item]
+
+
+def _is_unchanged(buffer: Tensor, value: Tensor) -> bool:
+    """Whether a buffer in host memory, which may be a read-only file, need not be written.
+
+    On a device, comparing would wait for it.
+    """
+    is_comparable = type(buffer) is Tensor and buffer.is_cpu and has_plain_elements(buffer)
+    return is_comparable and bits_are_equal(buffer, value)
 
 
 @contextmanager

@@ -211,7 +211,8 @@ def check_request(given: Arguments, group: Group) -> Request:
     model_checks.reject_wrapped(model)
     batch_norms = model_checks.batch_norms(model)
     model_checks.reject_batch_norm(batch_norms, allowed=given.allow_forward_state)
-    model_checks.reject_embeddings(model, allowed=given.allow_forward_state)
+    model_checks.reject_sparse_embeddings(model)
+    model_checks.reject_embeddings_by_micro_batch(model, allowed=given.allow_forward_state)
     model_checks.reject_sparse_buffers(model)
     stage = _stage_of(plan, given.stage, group.size)
     if isinstance(communication, str) and communication not in BITS:

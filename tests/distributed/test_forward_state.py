@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ranks as harness
@@ -17,6 +19,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.values.errors import RankFailed
+from poplar.zero.checks.forward_state import ForwardStateCheck
 
 UNEQUAL = Plan(stage=0, global_batch=8, micro_batches=((2, 2, 2), (2,)), shares=(0.6, 0.4))
 EQUAL = Plan(stage=2, global_batch=8, micro_batches=((5,), (3,)), shares=(0.6, 0.4))
@@ -341,6 +344,25 @@ def test_renormalizing_modules_are_refused_when_the_optimizer_is_built(
         for error in ranks.run(build_renormalized, number, cls, allowed, ranks=2):
             assert "'0' has max_norm=0.1" in error
             assert "torch.renorm(weight, 2.0, 0, 0.1)" in error
+
+
+def look_after_an_error_on_the_last_rank() -> str:
+    model = nn.Sequential(nn.Linear(6, 6), Buffer(lambda state, x: state + 0.25), nn.Linear(6, 1))
+    plan = stage(2, EQUAL)
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=plan, process_group=harness.group(), lr=0.1
+    )
+    fails = patch.object(ForwardStateCheck, "_compared", side_effect=MemoryError("no memory left"))
+    with fails if harness.rank() == 1 else nullcontext(), harness.catching() as caught:
+        optimizer.train_step(
+            lambda model, x: model(x).mean(), torch.ones(plan.samples(harness.rank()), 6)
+        )
+    return caught[0].message
+
+
+def test_a_look_that_fails_on_one_rank_raises_on_all(ranks: Pool) -> None:
+    errors = ranks.run(look_after_an_error_on_the_last_rank, ranks=2)
+    assert all("no memory left" in error and "stopped" not in error for error in errors), errors
 
 
 BOUND = 0.5

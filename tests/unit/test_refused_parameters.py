@@ -10,8 +10,9 @@ from torch import nn
 
 from poplar.zero.checks.model_checks import (
     check_parameters,
-    reject_embeddings,
+    reject_embeddings_by_micro_batch,
     reject_sparse_buffers,
+    reject_sparse_embeddings,
 )
 from poplar.zero.opaque_parameter import memories_of
 
@@ -59,22 +60,30 @@ def test_sparse_buffers_are_refused_by_name(
 def test_sparse_gradients_are_refused_where_there_are_gradients(cls: type[nn.Module]) -> None:
     model = nn.Sequential(cls(4, 2, sparse=True))
     with pytest.raises(TypeError, match=r"'0' has sparse gradients"):
-        reject_embeddings(model, allowed=True)
-    reject_embeddings(model.requires_grad_(False), allowed=True)
+        reject_sparse_embeddings(model)
+    reject_sparse_embeddings(model.requires_grad_(False))
 
 
 @pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
 def test_max_norm_is_refused_where_weights_are_trained(cls: type[nn.Module]) -> None:
     model = nn.Sequential(cls(4, 2, max_norm=1.5, norm_type=1.0))
     with pytest.raises(ValueError, match=r"'0' has max_norm=1\.5.*renorm\(weight, 1\.0, 0, 1\.5\)"):
-        reject_embeddings(model.eval(), allowed=True)
-    reject_embeddings(model.requires_grad_(False), allowed=False)
+        reject_embeddings_by_micro_batch(model.eval(), allowed=True)
+    reject_embeddings_by_micro_batch(model.requires_grad_(False), allowed=False)
 
 
 @pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
 def test_gradients_by_counts_of_a_micro_batch_must_be_allowed(cls: type[nn.Module]) -> None:
     model = nn.Sequential(cls(4, 2, scale_grad_by_freq=True))
     with pytest.raises(ValueError, match="'0' has scale_grad_by_freq=True"):
-        reject_embeddings(model, allowed=False)
-    reject_embeddings(model, allowed=True)
-    reject_embeddings(model.requires_grad_(False), allowed=False)
+        reject_embeddings_by_micro_batch(model, allowed=False)
+    reject_embeddings_by_micro_batch(model, allowed=True)
+    reject_embeddings_by_micro_batch(model.requires_grad_(False), allowed=False)
+
+
+def test_weights_that_are_computed_are_not_read() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Embedding(4, 2)))
+    before = [buffer.clone() for buffer in model.buffers()]
+    reject_sparse_embeddings(model)
+    reject_embeddings_by_micro_batch(model, allowed=False)
+    assert all(map(torch.equal, before, model.buffers()))

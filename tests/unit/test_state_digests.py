@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from poplar.zero.checks import forward_state
 from poplar.zero.checks.forward_state import ForwardStateCheck, _differ, _Digest
+from poplar.zero.preserved_state import model_preserved
 
 NUMEL = 61 * 1000 + 7
 
@@ -63,12 +64,16 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators_of_two_steps(norms: int) -> Counter[str]:
-    control: Any = SimpleNamespace(
+def one_of_two() -> Any:
+    """The control channel of two ranks that have the same."""
+    return SimpleNamespace(
         group=SimpleNamespace(size=2), exchange_objects=lambda own, what: [own, own]
     )
+
+
+def operators_of_two_steps(norms: int) -> Counter[str]:
     model = nn.Sequential(*(nn.BatchNorm1d(64) for _ in range(norms))).eval()
-    check = ForwardStateCheck(model, control, allowed=False)
+    check = ForwardStateCheck(model, one_of_two(), allowed=False)
     with Operators() as operators:
         for _ in range(2):
             check.open()
@@ -116,6 +121,43 @@ def test_one_element_more_is_told_from_one_elsewhere(dtype: torch.dtype, place: 
 
     assert differ(dtype, add(0), add(place))
     assert not differ(dtype, add(place), add(place))
+
+
+@pytest.mark.parametrize("numel", [122, 5430, NUMEL])
+def test_sums_of_a_change_have_the_norm_of_its_elements(numel: int) -> None:
+    """Also if the elements change alike, as those of moving averages of similar values do."""
+    ones = torch.ones(numel)
+    norm = float(_Digest.of(ones, None).sums.norm())
+    assert norm == pytest.approx(numel**0.5, rel=0.5)
+
+
+def test_an_infinity_hides_no_other_element() -> None:
+    def maximum(value: float) -> Write:
+        return lambda buffer: buffer.copy_(
+            torch.cat([torch.tensor([-torch.inf]), buffer[1:] + value])
+        )
+
+    assert differ(torch.float32, maximum(1.0), maximum(2.0))
+    assert not differ(torch.float32, maximum(1.0), maximum(1.0))
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.eye(2).to_sparse(),
+        torch.fft.rfft(torch.ones(4)).conj(),
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    ],
+    ids=["sparse", "conjugate", "quantized"],
+)
+def test_buffers_without_plain_elements_are_not_compared_but_preserved(buffer: Tensor) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", buffer)
+    check = ForwardStateCheck(model, one_of_two(), allowed=False)
+    check.open()
+    check.look()
+    with model_preserved(model, torch.device("cpu")):
+        pass
 
 
 def test_rounding_is_told_from_other_values() -> None:

@@ -4,8 +4,8 @@ Buffers of the model, and parameters where every rank has all of them, are equal
 the optimizer is built. What a forward writes into them from its samples, or once per pass, differs
 afterwards: data-dependent initialization, running statistics, counts by token or class, codebooks
 and frozen teachers by moving average, the vectors of `spectral_norm`. One device would have seen
-the whole batch. Changes that are equal on all ranks, such as masks, caches and counters, are no
-matter. A program may write counts of its own between steps: buffers that are not floating-point
+the whole batch. Changes that are equal on all ranks, such as masks, caches and counters, are
+accepted. A program may write counts of its own between steps: buffers that are not floating-point
 are read again when a step opens.
 
 Where parameters are sharded, what a forward writes into them is lost, so any change counts.
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from poplar.comm import Control
-from poplar.system.storage import as_bytes
+from poplar.system.storage import as_bytes, has_plain_elements
 from poplar.values.errors import equal_on_all_ranks
 from poplar.values.formatting import format_names
+from poplar.zero.agreement import exchange_results
 from poplar.zero.checks.replica_check import bit_checksum, checksum, differing_parameters
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.opaque_parameter import component_tensors, is_opaque
+from poplar.zero.preserved_state import persistent_buffers
 from poplar.zero.stages.strategy import Strategy
 
 FIRST_STEPS = 2
@@ -50,8 +52,8 @@ _SMALL = 8 * _PROBED
 """Bytes of tensors that are read together and compared on the host: in many models, all of them."""
 _LANES = 61
 """Sums of a tensor; a prime, so that no column of a matrix is in one of them alone."""
-_ROWS = 1 << 16
-"""Rows of so many elements that are converted at a time: 32 MB in fp64."""
+_ROWS = 1 << 12
+"""Rows of so many elements that are converted at a time: 2 MB in fp64."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Relative difference of two changes that unlike devices explain; others round more."""
 _ROUGH = 5e-2
@@ -66,9 +68,9 @@ class _Digest(NamedTuple):
     bits: int
     """A checksum of all bits; a hash for small tensors."""
     sums: Tensor
-    """By lane, the elements times random factors: one for each row of lanes, 1 for the first. A
-    change has the difference of two as its sums. Of floating-point numbers, their norm is, within a
-    factor of two, that of the elements. Equal sums of integers are of equal integers."""
+    """By lane, the elements times random factors, which are 1 in the first row. A change has the
+    difference of two as its sums. Of floating-point numbers, their norm is, within a factor of two,
+    that of the elements. Equal sums of integers are of equal integers."""
     tolerance: float
     """Relative difference of the sums of two changes that rounding explains."""
 
@@ -146,11 +148,15 @@ class ForwardStateCheck:
         """
         if not self._steps:
             return
-        lost = [] if self._strategy is None else self._strategy.take_noted_writes()
-        now = self._digests(dict(self._compared())) if self._compares else {}
-        changes = {name: own.change(self._before.get(name)) for name, own in now.items()}
-        mine = (lost, {name: own for name, own in changes.items() if own}, self._sums())
-        received = self._control.exchange_objects(mine, what=_WHAT)
+        now: dict[str, _Digest] = {}
+
+        def own() -> tuple[list[str], dict[str, tuple[float, Sums]], list[int]]:
+            lost = [] if self._strategy is None else self._strategy.take_noted_writes()
+            now.update(self._digests(dict(self._compared())) if self._compares else {})
+            changes = {name: each.change(self._before.get(name)) for name, each in now.items()}
+            return lost, {name: each for name, each in changes.items() if each}, self._sums()
+
+        received = exchange_results(self._control, own, what=_WHAT)
         with equal_on_all_ranks():
             _raise_if_lost(sorted({name for names, _, _ in received for name in names}))
             written = [own for _, own, _ in received]
@@ -211,12 +217,10 @@ class ForwardStateCheck:
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers in the state dict: others are caches."""
-        for prefix, module in self._model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    full_name = f"buffer {(f'{prefix}.{name}' if prefix else name)!r}"
-                    for number, part in enumerate(component_tensors(buffer)):
-                        yield f"{full_name} ({number})" if number else full_name, part.detach()
+        for name, buffer in persistent_buffers(self._model).items():
+            if has_plain_elements(buffer):
+                for number, part in enumerate(component_tensors(buffer)):
+                    yield f"buffer {name!r}" + (f" ({number})" if number else ""), part.detach()
 
 
 def _raise_if_lost(names: Sequence[str]) -> None:
@@ -252,7 +256,7 @@ def _lane_sums(values: Tensor) -> Tensor:
     total = torch.zeros(_LANES, dtype=dtype, device=values.device)
     for number, piece in enumerate(values.reshape(-1).split(_ROWS * _LANES)):
         rows = pad(piece.to(dtype), (0, -len(piece) % _LANES)).view(-1, _LANES)
-        factors = torch.empty(len(rows), 1, dtype=torch.int64, device="cpu")
+        factors = torch.empty(rows.shape, dtype=torch.int64, device="cpu")
         factors.random_(-(1 << 63), None, generator=generator)  # all bits, for integers
         if values.is_floating_point():  # from 0.5 to 1.5, with either sign
             factors = factors.double() / 2.0**63
@@ -264,5 +268,8 @@ def _lane_sums(values: Tensor) -> Tensor:
 
 
 def _differ(one: Sums, other: Sums, tolerance: float) -> bool:
-    difference = math.hypot(*(a - b for a, b in zip(one, other, strict=True)))
-    return difference > tolerance * max(math.hypot(*one), math.hypot(*other))
+    both = zip(one, other, strict=True)
+    pairs = [(a, b) for a, b in both if math.isfinite(a) or math.isfinite(b)]
+    difference = math.hypot(*(a - b for a, b in pairs))
+    largest = max((math.hypot(*own) for own in zip(*pairs, strict=True)), default=0.0)
+    return not difference <= tolerance * largest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,21 +76,22 @@ def _communicates(module: nn.Module) -> bool:
     )
 
 
-def reject_embeddings(model: nn.Module, *, allowed: bool) -> None:
-    """Reject trained embeddings with sparse gradients, or whose forwards write their weights.
+def reject_sparse_embeddings(model: nn.Module) -> None:
+    """Reject embeddings that are trained with sparse gradients."""
+    for name, _ in _trained_embeddings(model, "sparse"):
+        raise TypeError(
+            f"module {name!r} has sparse gradients, but flat parameters are dense; build the "
+            "embedding with sparse=False"
+        )
+
+
+def reject_embeddings_by_micro_batch(model: nn.Module, *, allowed: bool) -> None:
+    """Reject trained embeddings that depend on what else is in a micro-batch.
 
     `allowed`: as for `reject_batch_norm`; gradients may be scaled by the counts of a micro-batch.
     """
-    for name, module in model.named_modules():
-        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if not is_embedding or not module.weight.requires_grad:
-            continue
-        if module.sparse:
-            raise TypeError(
-                f"module {name!r} has sparse gradients, but flat parameters are dense; build the "
-                "embedding with sparse=False"
-            )
-        if module.max_norm is not None:
+    for name, module in _trained_embeddings(model, "max_norm", "scale_grad_by_freq"):
+        if module.max_norm:
             kept = f"torch.renorm(weight, {module.norm_type}, 0, {module.max_norm})"
             raise ValueError(
                 f"module {name!r} has max_norm={module.max_norm}, so its forwards write into its "
@@ -99,13 +100,25 @@ def reject_embeddings(model: nn.Module, *, allowed: bool) -> None:
                 f"one, write weight.copy_({kept}), where weight is that of the module, in `with "
                 "torch.no_grad(), optimizer.full_parameters(writeback=True, masters=True):`"
             )
-        if module.scale_grad_by_freq and not allowed:
+        if not allowed:
             raise ValueError(
                 f"module {name!r} has scale_grad_by_freq=True, which divides gradients by the "
                 "counts of a micro-batch, so the gradient depends on how the batch is split. Build "
                 "it with scale_grad_by_freq=False, or accept counts per micro-batch with "
                 "allow_forward_state=True"
             )
+
+
+def _trained_embeddings(model: nn.Module, *options: str) -> Iterator[tuple[str, Any]]:
+    """Names and modules of those with one of these options.
+
+    The weights of others are not read, which a parametrization would compute.
+    """
+    for name, module in model.named_modules():
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        has_option = is_embedding and any(getattr(module, option) for option in options)
+        if has_option and module.weight.requires_grad:
+            yield name, module
 
 
 def reject_sparse_buffers(model: nn.Module) -> None:

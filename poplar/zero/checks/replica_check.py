@@ -188,7 +188,7 @@ def replicate(
 
 def bit_checksum(tensor: Tensor) -> Tensor:
     """As `checksum`, of one tensor of any size and dtype."""
-    data = as_bytes(tensor.contiguous())
+    data = as_bytes(tensor.resolve_conj().contiguous())
     whole = data.numel() // 64 * 64
     rest = torch.nn.functional.pad(data[whole:], (0, whole + 64 - data.numel()))
     return checksum([data[:whole].clone() if data.data_ptr() % 8 else data[:whole], rest])
