@@ -6,16 +6,12 @@ They are found by pickling the objects, as a worker of a `DataLoader` does.
 from __future__ import annotations
 
 import pickle
-from io import BytesIO
 from typing import Any
 
 from torch import Tensor
 
 from poplar.data import pytree
 from poplar.system.storage import dense_parts
-
-_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RuntimeError)
-"""What `pickle` raises for objects that have no pickles, and classes of torch (RuntimeError)."""
 
 
 def arrays_in(tree: Any) -> tuple[list[Any], list[str]]:
@@ -30,16 +26,23 @@ def arrays_in(tree: Any) -> tuple[list[Any], list[str]]:
         if isinstance(leaf, Tensor) or _is_array(leaf) or pytree.is_object(leaf):
             try:
                 pickler.dump(leaf)
-            except _UNPICKLABLE:
+            except Exception:  # code of the object, which may raise anything if it has no pickles
                 unpicklable.add(type(leaf).__qualname__)
     return pickler.arrays, sorted(unpicklable)
+
+
+class _Sink:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> None:
+        pass
 
 
 class _Pickler(pickle.Pickler):
     """Takes out tensors and arrays."""
 
     def __init__(self) -> None:
-        super().__init__(BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(_Sink(), protocol=pickle.HIGHEST_PROTOCOL)
         self.arrays: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
@@ -54,4 +57,4 @@ class _Pickler(pickle.Pickler):
 
 def _is_array(value: Any) -> bool:
     """Whether it is an array or a number of NumPy, which PyTorch does not require."""
-    return type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tobytes")
+    return hasattr(type(value), "__array_interface__") and hasattr(type(value), "dtype")

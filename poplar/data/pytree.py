@@ -15,9 +15,9 @@ import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate, pairwise
-from pickle import PicklingError
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -193,8 +193,14 @@ def copied(tree: PyTree) -> PyTree:
 
 def to(tree: PyTree, device: torch.device | str, *, non_blocking: bool = False) -> PyTree:
     """The pytree on a device: its tensors, and copies of objects that have a method `to`."""
-    options = {"non_blocking": True} if non_blocking else {}
-    return _map_leaves(lambda leaf: _called(leaf, "to", device, **options), tree)
+
+    def moved(leaf: Any) -> Any:
+        if non_blocking:
+            with suppress(TypeError):  # objects may have a `to` without this argument
+                return _called(leaf, "to", device, non_blocking=True)
+        return _called(leaf, "to", device)
+
+    return _map_leaves(moved, tree)
 
 
 def pinned(tree: PyTree) -> PyTree:
@@ -210,6 +216,8 @@ def leaves(tree: Any) -> list[Any]:
 
 def is_object(leaf: Any) -> bool:
     """Whether it is of a class that may hold tensors which are not seen."""
+    if hasattr(type(leaf), "__array_interface__"):  # its copy has all elements, maybe of a file
+        return False
     has_attributes = hasattr(leaf, "__dict__") or hasattr(type(leaf), "__slots__")
     return has_attributes and not (isinstance(leaf, _NO_OBJECTS) or dataclasses.is_dataclass(leaf))
 
@@ -229,14 +237,17 @@ def _copied_leaf(leaf: Any) -> Any:
         return leaf
     try:
         return copy.copy(leaf)
-    except (TypeError, PicklingError):  # what has no copies, such as an open file
+    except Exception:  # code of the object, which may raise anything if it has no copies
         return leaf
 
 
 def _called(leaf: Any, method: str, *args: Any, **kwargs: Any) -> Any:
     """What a method of a tensor or object returns; itself if it has none."""
-    own = getattr(_copied_leaf(leaf), method, None)  # of a copy: it may move the object itself
-    return own(*args, **kwargs) if callable(own) else leaf
+    if not callable(getattr(leaf, method, None)):
+        return leaf
+    own = _copied_leaf(leaf)  # the method may move the object itself, and return nothing
+    moved = getattr(own, method)(*args, **kwargs)
+    return own if moved is None else moved
 
 
 def _rows(tree: Any, samples: int, rows: slice | list[int]) -> Any:
@@ -304,6 +315,10 @@ def _rebuild(tree: Any, fn: Callable[[Any], Any]) -> Any:
         return duplicate
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)._make(fn(child) for child in tree)  # type: ignore[attr-defined]
+    if isinstance(tree, list) and type(tree) is not list:
+        members = copy.copy(tree)  # its constructor may take other arguments
+        members[:] = map(fn, tree)
+        return members
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         return type(tree)(fn(child) for child in tree)
     return tree

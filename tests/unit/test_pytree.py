@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import tracemalloc
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -46,6 +48,12 @@ class FrozenBatch:
             raise ValueError("only made whole")
 
 
+class NamedList(list):
+    def __init__(self, name, members):
+        super().__init__(members)
+        self.name = name
+
+
 def column() -> torch.Tensor:
     return torch.arange(4)
 
@@ -68,6 +76,7 @@ PYTREES = {
     "user dict": lambda: UserDict(inputs=matrix(), targets=column()),
     "read-only mapping": lambda: MappingProxyType({"inputs": matrix()}),
     "list": lambda: [matrix(), column()],
+    "list with a name": lambda: NamedList("boxes", [matrix(), column()]),
     "tuple": lambda: (matrix(), column()),
     "named tuple": lambda: Pair(matrix(), column()),
     "typed named tuple": lambda: Typed(matrix()),
@@ -140,6 +149,14 @@ def test_a_copy_has_the_same_tensors_in_the_same_containers(batch):
         assert new is old
 
 
+def test_copies_of_a_list_keep_its_attributes_and_are_other_lists():
+    batch = NamedList("boxes", [column()])
+    copied = pytree.copied(batch)
+    copied.clear()
+    assert copied.name == "boxes"
+    assert len(batch) == 1
+
+
 # Objects
 
 
@@ -169,6 +186,32 @@ def test_objects_move_themselves_and_the_batch_stays_where_it_is():
     assert moved["other"].x is batch["other"].x  # it has no `to`
 
 
+class MovesItself:
+    """Its `to` takes a device only, and returns nothing."""
+
+    def __init__(self):
+        self.x = column()
+
+    def to(self, device):
+        self.x = self.x.to(device)
+
+
+def test_objects_may_move_in_place_and_take_a_device_only():
+    batch = {"boxes": MovesItself()}
+    moved = pytree.to(batch, "meta", non_blocking=True)
+    assert moved["boxes"].x.device.type == "meta"
+    assert batch["boxes"].x.device.type == "cpu"
+
+
+def test_errors_of_a_method_to_are_raised():
+    class Broken:
+        def to(self, device, non_blocking=False):
+            raise TypeError("a fault of its own")
+
+    with pytest.raises(TypeError, match="a fault of its own"):
+        pytree.to({"x": Broken()}, "meta", non_blocking=True)
+
+
 def test_packed_sequences_keep_their_lengths_in_host_memory():
     packed = pytree.to({"x": pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])}, "meta")["x"]
     assert packed.data.device.type == "meta"
@@ -181,6 +224,64 @@ def test_classes_modules_and_what_cannot_be_copied_are_passed_on(tmp_path):
         for changed in (pytree.copied(batch), pytree.to(batch, "meta")):
             assert all(new is old for new, old in zip(changed, batch, strict=True))
     assert batch[1].weight.device.type == "cpu"
+
+
+class Delegating:
+    """A copy has no `_to` when its attributes are looked up."""
+
+    def __init__(self, to):
+        self._to = to
+
+    def __getattr__(self, name):
+        return getattr(self._to, name)
+
+
+class Failing:
+    def __reduce__(self):
+        raise NotImplementedError("no copies and no pickles")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Delegating({}), Failing, lambda: ctypes.pointer(ctypes.c_int(3))],
+    ids=["RecursionError", "NotImplementedError", "ValueError"],
+)
+def test_any_error_means_that_an_object_has_no_copy(make):
+    marker = make()
+    assert pytree.copied({"x": column(), "marker": marker})["marker"] is marker
+
+
+def test_any_error_means_that_an_object_has_no_pickle():
+    x = column()
+    found, unpicklable = arrays_in([ctypes.pointer(ctypes.c_int(3)), x])  # ValueError
+    assert found == [x]
+    assert unpicklable == ["LP_c_int"]
+
+
+def test_arrays_in_files_are_not_read_to_copy_a_batch(tmp_path):
+    array = numpy.memmap(tmp_path / "array", dtype="f4", mode="w+", shape=(4,))
+    copied = pytree.copied({"x": column(), "array": array})["array"]
+    assert copied is array
+    assert arrays_in([array])[0] == [array]
+
+
+def test_arrays_of_other_classes_are_found():
+    class Marked(numpy.ndarray):
+        pass
+
+    array = numpy.ones(2).view(Marked)
+    assert [id(each) for each in arrays_in([array])[0]] == [id(array)]
+
+
+def test_values_beside_tensors_take_no_memory_when_tensors_are_looked_for():
+    batch = graphs.Graphs(x=column(), image=bytes(1 << 24))
+    tracemalloc.start()
+    try:
+        arrays_in(batch)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 22
 
 
 def test_tensors_and_arrays_are_found_in_containers_and_objects():

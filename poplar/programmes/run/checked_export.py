@@ -143,7 +143,7 @@ class CheckedExport:
             few = self._samples(range(step, step + self._few))
         else:
             few = pytree.take(batch, range(self._few))
-        few = pytree.map_tensors(lambda tensor: tensor.to(self._device), few)
+        few = pytree.to(few, self._device)
         with model_preserved(self.model, self._device):
             self._compare(few, _smallest(self._trained, _MOST_ELEMENTS))
 
