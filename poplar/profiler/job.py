@@ -37,6 +37,7 @@ from poplar.zero.optimizers.granularity import (
     known_granularity,
 )
 from poplar.zero.optimizers.optimizer_class import check_option_names
+from poplar.zero.preserved_state import random_state_preserved
 from poplar.zero.weights.initial_values import Weights
 
 if TYPE_CHECKING:
@@ -131,13 +132,14 @@ class Job:
     def rows(self) -> Any:
         """The example as one micro-batch if its samples are rows of tensors; else None."""
         samples = pytree.samples_in(self.example)
-        (whole,) = pytree.split(self.example, [samples])
+        with random_state_preserved(torch.device("cpu")):  # collate functions may be random
+            (whole,) = pytree.split(self.example, [samples])
         return whole if pytree.rows_are_samples(whole, samples) else None
 
     @functools.cached_property
     def measured_lengths(self) -> SampleLengths | None:
         """`sample_lengths`, if the example can be cut or repeated to them."""
-        given = self.sample_lengths
+        given = self.sample_lengths  # raises for wrong lengths, also for those that are not used
         return None if self.rows is None else given
 
     def check(self) -> None:
@@ -203,6 +205,8 @@ class Job:
     def may_differ(self, device: torch.device) -> dict[str, Any]:
         """Entries of the identity that may differ between ranks, as plain values."""
         info, on_cpu = devices.describe(device), device.type == "cpu"
+        with random_state_preserved(device):  # collate functions may be random
+            sizes = self._sizes()
         return {
             "device": f"{info.name} {info.uuid}".strip(),
             "host": info.host,
@@ -215,7 +219,7 @@ class Job:
             "switches": kernel_settings.switches(),
             "max_batch": self.max_batch,
             "memory_limit": self.memory_limit,
-            "example": self._sizes(),
+            "example": sizes,
             "structure": digest([str(self.model), settings_by_module(self.model)]),
             "code": digest(code_of(self.model, self.loss_fn)),
         }
@@ -223,16 +227,17 @@ class Job:
     def _sizes(self) -> str:
         """A text that is equal for examples whose samples have the same sizes.
 
-        Samples that are not rows are described one by one, so their number does not matter.
+        Samples that are not rows of tensors are described one by one. Repeated sizes count once.
         """
-        found, samples = list[str](), [self.example]
-        if isinstance(self.example, pytree.SplitsItself):
-            samples = [pytree.take(self.example, [at]) for at in range(len(self.example))]
+        found, samples = list[str](), list[Any]()
+        if self.rows is None or any(arrays_in(_others(self.rows))):
+            each = range(pytree.samples_in(self.example))
+            samples = [pytree.take(self.example, [at]) for at in each]
         if self.rows is not None:
             # Measured lengths do not depend on how far the example happens to be padded.
             whole = self.rows if self.measured_lengths is None else at_length(self.rows, 1)
             found = [f"{list(t.shape[1:])}:{t.dtype}" for t in pytree.tensors(whole)]
-            samples = [list(filter(pytree.is_object, pytree.leaves(each))) for each in samples]
+            samples = list(map(_others, samples))
         if sizes := sorted(set(map(_shapes, samples)) - {""}):
             found.append(f"{len(sizes)} sizes of samples ({digest(sizes)})")
         if not found or any(UNKNOWN_SIZE in size for size in sizes):
@@ -278,10 +283,16 @@ class Job:
         return identity
 
 
+def _others(batch: Any) -> list[Any]:
+    """The leaves of a pytree that are not tensors."""
+    return [leaf for leaf in pytree.leaves(batch) if not isinstance(leaf, Tensor)]
+
+
 def _shapes(sample: Any) -> str:
-    """Of all tensors and arrays in a sample."""
+    """Of all tensors and arrays in a sample, except for strings, whose dtype is their length."""
     arrays, unpicklable = arrays_in(sample)
-    shapes = [f"{list(array.shape)}:{array.dtype}" for array in arrays]
+    numbers = [array for array in arrays if getattr(array.dtype, "kind", None) not in ("U", "S")]
+    shapes = [f"{list(array.shape)}:{array.dtype}" for array in numbers]
     return " ".join([*shapes, UNKNOWN_SIZE] if unpicklable else shapes)
 
 

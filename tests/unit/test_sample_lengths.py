@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import graphs
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +20,7 @@ from poplar.data.lengths import SampleLengths, at_length, padded_length
 from poplar.data.micro_batch_collation import MicroBatches
 from poplar.profiler.job import UNKNOWN_SIZE, Job
 from poplar.profiler.passes import Passes
+from poplar.values.plan import Plan
 
 CPU = torch.device("cpu")
 some_lengths = st.lists(st.integers(1, 30), min_size=1, max_size=5)
@@ -245,6 +247,54 @@ def test_objects_without_pickles_and_samples_without_tensors_are_of_unknown_size
 def test_only_tensors_and_arrays_have_sizes():
     first, second = ({"x": torch.ones(2, 3), "of": [Path(name)] * 2} for name in ("a", "b.png"))
     assert entry_of(first) == entry_of(second) == "[3]:torch.float32"
+
+
+def test_arrays_beside_rows_are_part_of_the_identity():
+    def entry(samples, size):
+        images = numpy.zeros((samples, 3, size, size))
+        return entry_of({"y": torch.zeros(samples), "images": images})
+
+    assert entry(4, 8) == entry(2, 8)
+    assert entry(4, 8) != entry(4, 16)
+
+
+def test_lengths_of_strings_are_no_part_of_the_identity():
+    def entry(name):
+        def named(samples):
+            return {**graphs.as_dict(samples), "names": numpy.array([name])}
+
+        return entry_of(CollateMicroBatches(named)(graphs.dataset(3)))
+
+    assert entry("a") == entry("a longer name")
+
+
+@pytest.mark.parametrize("plan", [None, Plan.manual("2,2", stage=0)], ids=["no plan", "plan"])
+@pytest.mark.parametrize("extra", [dict, lambda: {"points": numpy.ones(2)}], ids=["rows", "arrays"])
+def test_a_random_collate_function_does_not_change_the_random_state(plan, extra):
+    def masked(samples):
+        rows = torch.stack(samples)
+        return {"ids": rows * torch.bernoulli(torch.full_like(rows, 0.5)), **extra()}
+
+    example = CollateMicroBatches(masked, plan, rank=0)([torch.ones(4)] * 4)
+    before = torch.get_rng_state()
+    job = job_of(example=example)
+    job.check()
+    job.may_differ(CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_rows_of_tensors_are_not_collated_sample_by_sample():
+    calls = []
+
+    def collate(samples):
+        calls.append(len(samples))
+        return torch.stack(samples)
+
+    example = CollateMicroBatches(collate)([torch.ones(4)] * 64)
+    job = job_of(example=example)
+    job.check()
+    job.may_differ(CPU)
+    assert calls == [64]
 
 
 def test_lengths_leave_alone_samples_that_are_no_rows():
