@@ -189,3 +189,31 @@ def test_ranks_with_unequal_batches_have_equal_lengths(
 ) -> None:
     """Also if the loss takes something out of its batch, which may run before it is counted."""
     assert ranks.run(followed, collate, loss, network) == [[length] * 3] * 4
+
+
+class Meter:
+    """An object that the loss writes to, for the user."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+
+def counted_passes(follows: bool) -> int:
+    plan = Plan.manual("1,1,1,1", stage=0, passes=2)
+    optimizer = HeteroZeroOptimizer(linear(), torch.optim.SGD, plan=plan, lr=0.1)
+    if follows:
+        optimizer.follow_drift(cluster((250.0,) * 4, ["cpu"] * 4), replan="advise")
+    meter = Meter()
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        batch["meter"].total += 1
+        return model(batch.pop("x")).square().mean()
+
+    for _ in range(3):
+        optimizer.train_step(loss, {"x": torch.ones(2, graphs.FEATURES), "meter": meter})
+    return meter.total
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_what_a_loss_writes_to_an_object_stays_there(ranks: Pool, follows: bool) -> None:
+    assert ranks.run(counted_passes, follows) == [6] * 4

@@ -114,7 +114,7 @@ class Step:
         began, computing = self._trace.now(), engine.strategy.timing.start_span()
         first = opened.first
         if self._follower is not None:  # which counts the elements of the batch in `begin_pass`
-            first = pytree.copied(first)
+            first = pytree.map_tensors(lambda tensor: tensor, first)  # other containers
         with engine.hooks.running("loss_fn"):
             forward.compute_early(first)
         return EarlyForward(began, pass_is_open, computing.stop())
