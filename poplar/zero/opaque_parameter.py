@@ -83,7 +83,8 @@ def _plain_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
             yield from _plain_tensors(getattr(value, name), seen)
         return
     is_here = isinstance(value, Tensor) and not isinstance(value, AbsentBytes)
-    if is_here and value.data_ptr():  # else a wrapper of its attributes
+    # Else it is sparse, or a wrapper of its attributes.
+    if is_here and value.layout is torch.strided and value.data_ptr():
         yield value
     for attribute in list(getattr(value, "__dict__", {}).values()):
         yield from _plain_tensors(attribute, seen)

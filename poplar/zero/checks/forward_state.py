@@ -218,9 +218,8 @@ class ForwardStateCheck:
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers in the state dict: others are caches."""
         for name, buffer in persistent_buffers(self._model).items():
-            if has_plain_elements(buffer):
-                for number, part in enumerate(component_tensors(buffer)):
-                    yield f"buffer {name!r}" + (f" ({number})" if number else ""), part.detach()
+            for number, part in enumerate(filter(has_plain_elements, component_tensors(buffer))):
+                yield f"buffer {name!r}" + (f" ({number})" if number else ""), part.detach()
 
 
 def _raise_if_lost(names: Sequence[str]) -> None:
