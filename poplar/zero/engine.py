@@ -50,7 +50,8 @@ class Engine:
         self.step = StepState()
         self.values = UnshardedValues(model, self.units, strategy, self.scheduler, control)
         self._has_unused = True
-        """In the last step that was closed, parameters got a gradient on no rank; also before."""
+        """In the last step, backwards left parameters without a gradient on all ranks. True before
+        the first step."""
         self.pass_is_explicit = False
         """The open pass was opened by `begin_pass`."""
         self.buffer_rank = 0
@@ -285,6 +286,7 @@ class Engine:
             unused = agree_on_unused(self.control, self.trained)
         else:
             unused = state.summary.unused
+        self._has_unused = any(unused.values())
         for flat in self.trained:
             flat.leave_out(unused[flat])
         if state.settings is not None:
@@ -293,7 +295,8 @@ class Engine:
     def close_step(self, summary: StepSummary, settings: StepSettings) -> None:
         """The ranks agree to apply the step."""
         self.step.close(summary, settings)
-        self._has_unused = any(summary.unused.values())
+        # Not `=`: the summary counts gradients that the user has set as used.
+        self._has_unused |= any(summary.unused.values())
 
     def empty_gradients(self) -> list[Tensor]:
         """Memory for `full_gradients`."""

@@ -291,8 +291,12 @@ def add_gradients_of_tasks(
     batches: Iterable[Tensor],
     order: Callable[..., Tensor],
     clip: Clip,
+    in_place: bool,
 ) -> list[float]:
-    """As PCGrad does by hand: the gradients of each task, and then their sum in `.grad`."""
+    """As PCGrad does by hand: the gradients of each task, and then their sum in `.grad`.
+
+    `in_place`: it is written into `.grad` where there is one.
+    """
     norms = []
     for batch in batches:
         by_task = []
@@ -304,7 +308,10 @@ def add_gradients_of_tasks(
         def change(model: nn.Module, by_task: Any = by_task) -> None:
             for parameter, own in zip(model.parameters(), zip(*by_task, strict=True), strict=True):
                 found = [gradient for gradient in own if gradient is not None]
-                parameter.grad = sum(found) if found else None
+                if in_place and parameter.grad is not None:
+                    parameter.grad.copy_(sum(found))
+                else:
+                    parameter.grad = sum(found) if found else None
 
         norms.append(float(order(change, model, clip)))
         optimizer.step()
@@ -318,7 +325,10 @@ def build_tasks(dtype: torch.dtype, with_spare: bool = True) -> tuple[Tasks, lis
 
 
 def add_gradients_on_ranks(
-    dtype: torch.dtype, order: Callable[..., Tensor], with_spare: bool = True
+    dtype: torch.dtype,
+    order: Callable[..., Tensor],
+    with_spare: bool = True,
+    in_place: bool = False,
 ) -> Steps:
     model, batches = build_tasks(dtype, with_spare)
     optimizer = HeteroZeroOptimizer(
@@ -332,15 +342,16 @@ def add_gradients_on_ranks(
     )
     own = [batch.split(3)[harness.rank()].to(harness.device()) for batch in batches]
     norms = add_gradients_of_tasks(
-        model, optimizer, own, order, lambda: optimizer.clip_grad_norm_(0.05)
+        model, optimizer, own, order, lambda: optimizer.clip_grad_norm_(0.05), in_place
     )
     return norms, training.whole_parameters(model, optimizer)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("with_spare", [True, False])
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradients_of_tasks_that_are_added_by_hand_update_all_heads(
-    ranks: Pool, order: Callable[..., Tensor], with_spare: bool
+    ranks: Pool, order: Callable[..., Tensor], with_spare: bool, in_place: bool
 ) -> None:
     """Also the head that the last backward has not used; the spare layer does not decay."""
     model, batches = build_tasks(torch.float32, with_spare)
@@ -352,11 +363,12 @@ def test_gradients_of_tasks_that_are_added_by_hand_update_all_heads(
         batches,
         order,
         lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05),
+        in_place,
     )
     expected = {name: p.detach() for name, p in model.named_parameters()}
     changed = {n.partition(".")[0] for n, p in expected.items() if not torch.equal(p, before[n])}
     assert changed == {"trunk", "heads"}
-    found = ranks.run(add_gradients_on_ranks, torch.float32, order, with_spare)
+    found = ranks.run(add_gradients_on_ranks, torch.float32, order, with_spare, in_place)
     assert_steps(found, (norms, expected))
 
 
