@@ -117,16 +117,12 @@ class ActiveRanks:
                 f"{_DOING} cannot give it values; call it on the active ranks only "
                 "(optimizer.is_active)"
             )
-        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        tensors = {n: parameters[n].data if n in parameters else buffers[n] for n in names}
-        self.share_tensors(tensors, _DOING)
+        known = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.share_tensors({name: known[name] for name in names if name in known}, _DOING)
 
     @torch.no_grad()
     def share_tensors(self, tensors: Mapping[str, Tensor], doing: str) -> None:
-        """Copy tensors of the first active rank to ranks that are left out. Collective for them.
-
-        Their names must be the same on all of these ranks.
-        """
+        """As the function `share_tensors`, to the ranks that are left out. Collective for them."""
         if self._values_group is not None:
             share_tensors(self._values_group, tensors, doing)
 
@@ -134,13 +130,32 @@ class ActiveRanks:
 def share_tensors(group: Group, tensors: Mapping[str, Tensor], doing: str) -> None:
     """Copy tensors of the first rank of a group to the others. Collective for them.
 
-    Their names must be the same on all ranks.
+    Each rank keeps its own buffers of other shapes, and those that others do not have: forwards
+    enlarge and add buffers, such as masks and the tables of rotary embeddings.
+
+    Raises:
+        RuntimeError: a parameter is not alike on all ranks.
     """
-    if not tensors:
-        return
-    device = next(iter(tensors.values())).device
-    comm = connect(group, "process_group" if group.supports(device) else "auto", device)
-    replicate(tensors, comm, Control(group), doing=doing)
+    control = Control(group)
+    own = {
+        (name, tensor.shape, tensor.dtype): isinstance(tensor, nn.Parameter)
+        for name, tensor in tensors.items()
+    }
+    by_rank = control.exchange_objects(own, what=doing)
+    alike = set.intersection(*map(set, by_rank))
+    unlike = [key[0] for each in by_rank for key in each if each[key] and key not in alike]
+    if unlike:
+        raise agreed(
+            RuntimeError(
+                f"{doing} cannot copy the parameter {unlike[0]!r}: it is missing, or it differs in "
+                f"shape or dtype on the ranks {[*group.names]}"
+            )
+        )
+    if alike:
+        device = next(iter(tensors.values())).device
+        comm = connect(group, "process_group" if group.supports(device) else "auto", device)
+        same = {key[0]: tensors[key[0]] for key in by_rank[0] if key in alike}
+        replicate(same, comm, control, doing=doing)
 
 
 def state_plan(plan: Plan, ranks: Sequence[int], stage: int, *, even: bool = False) -> Plan:

@@ -194,6 +194,74 @@ def test_a_rank_that_was_left_out_gets_the_trained_values_by_release(
         assert found["loss"] == by_rank[0]["loss"]
 
 
+class Cached(nn.Module):
+    """Its forwards enlarge a buffer to the length of their batch, and add another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("positions", torch.zeros(2), persistent=False)
+        self.register_buffer("counted", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.positions) < len(x):
+            positions = torch.arange(float(len(x)), device=x.device)
+            self.register_buffer("positions", positions, persistent=False)
+            self.register_buffer("mask", positions > 0, persistent=False)
+        return self.layer(x) * self.positions[: len(x), None]
+
+
+def share_beside_enlarged_buffers(stage: int) -> list[dict[str, torch.Tensor]]:
+    """The state dicts in `full_parameters` and after `release`, and the positions."""
+    model, plan = Cached().to(harness.device()), plan_of(stage, left_out=0)
+    group = harness.group()
+    optimizer = HeteroZeroOptimizer(
+        model, torch.optim.SGD, plan=plan, lr=0.1, process_group=group, compute_dtype=torch.float32
+    )
+    own = torch.ones(plan.cut(12)[harness.rank()], 4, device=harness.device())
+    optimizer.train_step(lambda m, x: m(x).square().mean(), own if optimizer.is_active else None)
+    if optimizer.is_active:
+        model.counted.fill_(7.0)
+
+    def values() -> dict[str, torch.Tensor]:
+        return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+
+    with optimizer.full_parameters():
+        found = [values()]
+    optimizer.release()
+    return [*found, values(), {"positions": model.positions.cpu()}]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_are_shared_beside_a_buffer_that_forwards_enlarge(ranks: Pool, stage: int) -> None:
+    """As the tables of rotary embeddings, and masks: each rank keeps its own."""
+    by_rank = ranks.run(share_beside_enlarged_buffers, stage)
+    expected = by_rank[1][1]
+    assert expected["counted"].tolist() == [7.0] * 3
+    for inside, released, _ in by_rank:
+        training.assert_same(inside, expected)
+        training.assert_same(released, expected)
+    assert [len(own["positions"]) for *_, own in by_rank] == [2, 3, 2, 5]
+
+
+def release_a_changed_parameter(stage: int) -> list[Failure]:
+    """The rank that is left out has changed the shape of a parameter."""
+    model, optimizer = training.prepare(Run(RECIPE, plan_of(stage)))
+    if not optimizer.is_active:
+        parameter = next(model.parameters())
+        parameter.data = parameter.data[:1].clone()
+    with harness.catching() as caught:
+        optimizer.release()
+    return caught
+
+
+def test_a_parameter_of_another_shape_gets_no_values(ranks: Pool) -> None:
+    first, left_out, *_ = ranks.run(release_a_changed_parameter, 1)
+    assert len(first) == len(left_out) == 1
+    for failure in (*first, *left_out):
+        assert "differs in shape or dtype on the ranks [0, 1]" in failure.message
+
+
 def release_without_values(stage: int) -> bool:
     model, optimizer = training.prepare(Run(RECIPE, plan_of(stage)))
     optimizer.release(values=False)
