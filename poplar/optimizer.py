@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from poplar.checkpoint.state_dicts.optimizer_state import collected_state_dict
+from poplar.checkpoint.state_dicts.optimizer_state import collected_state_dict, copy_state
 from poplar.comm import Communicator, Control, connect_control
 from poplar.data.drawn_batches import last_drawn
 from poplar.system.trace import Span
@@ -257,6 +257,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             has_values = not request.values.on_meta
             ranks = ActiveRanks(group, control, communicator, left_out, has_values=has_values)
             super().__init__([dict(group) for group in request.groups], {})
+            self.register_state_dict_post_hook(copy_state)
             self._settings_are_final = True
             self._training = TrainedModel(self, request, ranks)
             self._changes = PlanChanges(self._training)
@@ -756,9 +757,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         training.step.nonfinite.raise_here()
         if training.update.collected is not None:
             return collected_state_dict(self, training.update.collected)
-        state = super().state_dict()
-        state["state"] = {key: {**values} for key, values in state["state"].items()}
-        return training.with_own_state(state)
+        return training.with_own_state(super().state_dict())
 
     @collective
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -110,19 +110,24 @@ def set_in_state(stage: int) -> dict[str, Any]:
         lambda: state.__setitem__("slow", slow),
         lambda: state.setdefault("slow", slow),
         lambda: state.update(slow=slow),
+        lambda: state.__ior__({"slow": slow}),
     ):
         with harness.catching() as caught:
             add()
         messages.append(caught[0].message if caught else "")
+    training.take_step(run, model, optimizer, 1)  # `state` has the step from before
     state["exp_avg"] = state["exp_avg"].clone().zero_()
+    state |= {"exp_avg_sq": state["exp_avg_sq"].clone().zero_()}
+    whole = everything(model, optimizer)
     saved = optimizer.state_dict()["state"]
     copied = copy.deepcopy(state)
     copied["slow"] = slow
     return {
         "messages": messages,
         "keys": optimizer.state[parameter].keys() ^ state.keys(),
-        "exp_avg": float(abs(everything(model, optimizer)["blocks.0.up.weight.exp_avg"]).sum()),
-        "classes": {type(values) for values in (*saved.values(), copied)},
+        "exp_avg": whole["blocks.0.up.weight.exp_avg"].unique().tolist(),
+        "exp_avg_sq": whole["blocks.0.up.weight.exp_avg_sq"].unique().tolist(),
+        "classes": {type(values) for values in (*saved.values(), copied, state | {})},
     }
 
 
@@ -131,10 +136,44 @@ def test_a_key_that_the_class_does_not_have_cannot_be_set(ranks: Pool, stage: in
     """A value of another key is in effect. A rank owns nothing."""
     for found in ranks.run(set_in_state, stage):
         assert all("in a dict of your own, by parameter" in text for text in found["messages"])
-        assert len(found["messages"]) == 3
+        assert len(found["messages"]) == 4
         assert not found["keys"]
-        assert found["exp_avg"] == 0.0
+        assert found["exp_avg"] == [0.0]
+        assert found["exp_avg_sq"] == [0.0]
         assert found["classes"] == {dict}
+
+
+def write_in_hooks(stage: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A state dict that a hook has changed, the state then, and from before."""
+    run = Run(RECIPE, uneven(stage))
+    model, optimizer = training.prepare(run)
+    training.take_step(run, model, optimizer, 0)
+    parameter = model.blocks[0].up.weight
+    before = copy.deepcopy(optimizer.state[parameter])
+
+    def change(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        for values in state["state"].values():
+            values["exp_avg"] = torch.zeros_like(values["exp_avg"])
+            values["extra"] = 1
+
+    optimizer.register_state_dict_post_hook(change)
+    saved = optimizer.state_dict()["state"][optimizer_index(optimizer, parameter)]
+    return dict(saved), dict(optimizer.state[parameter]), dict(before)
+
+
+def optimizer_index(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
+    """The number of a parameter in the state dict."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return next(index for index, each in enumerate(held) if each is parameter)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_hooks_of_a_state_dict_change_the_state_dict_alone(ranks: Pool, stage: int) -> None:
+    for saved, now, before in ranks.run(write_in_hooks, stage):
+        assert saved["extra"] == 1
+        assert "extra" not in now
+        assert_same(now, before)
+        assert not saved["exp_avg"].any()
 
 
 def read_state_before_the_first_step(run: Run) -> dict[str, Tensor]:

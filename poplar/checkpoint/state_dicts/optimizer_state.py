@@ -28,12 +28,12 @@ class WritableState(dict[str, Any]):
     A copy is a dict of the user.
     """
 
-    _write: Callable[[Mapping[str, Any]], None] | None = None
-
-    def written_by(self, write: Callable[[Mapping[str, Any]], None]) -> WritableState:
-        """This state, all of which `write` writes if a value is set."""
+    def __init__(
+        self, values: Any = (), write: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> None:
+        """`write` writes the values that are set; without it this is a dict of the user."""
+        super().__init__(values)
         self._write = write
-        return self
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
@@ -47,10 +47,12 @@ class WritableState(dict[str, Any]):
         given = dict(*values, **more)
         if self._write is None:
             super().update(given)
-        elif given.keys() <= self.keys():
-            self._write({**self, **given})
         else:
-            raise _cannot_set(self, given)
+            self._write(given)
+
+    def __ior__(self, values: Any) -> Any:
+        self.update(values)
+        return self
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
@@ -80,7 +82,7 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         if id(parameter) not in self._places:
             raise KeyError(parameter)
-        return WritableState(self._read(parameter)).written_by(partial(self.__setitem__, parameter))
+        return WritableState(self._read(parameter), partial(self._write, parameter))
 
     def _read(self, parameter: Tensor) -> dict[str, Any]:
         place = self._places[id(parameter)]
@@ -103,13 +105,22 @@ class OptimizerState(Mapping[Tensor, dict[str, Any]]):
         Raises:
             ValueError: other keys, or another step, which parameters share.
         """
+        state = self._read(parameter)
+        if state.keys() != values.keys():
+            raise _cannot_set(state, values)
+        self._write(parameter, values)
+
+    def _write(self, parameter: Tensor, values: Mapping[str, Any]) -> None:
+        """Write the values of some keys. Raises as `__setitem__`."""
+        state = self._read(parameter)
+        if not values.keys() <= state.keys():
+            raise _cannot_set(state, values)
         if not _is_owned(self._places[id(parameter)]):
             return
-        state = self._read(parameter)
-        shared = {key for key, value in state.items() if _is_shared(value, parameter)}
-        if state.keys() != values.keys() or any(state[key] != values[key] for key in shared):
+        shared = {key for key in values if _is_shared(state[key], parameter)}
+        if any(state[key] != values[key] for key in shared):
             raise _cannot_set(state, values)
-        for key in state.keys() - shared:
+        for key in values.keys() - shared:
             state[key].copy_(values[key])
 
     def _run_of(self, place: Place) -> ParameterRun:
@@ -174,6 +185,11 @@ def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def copy_state(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """The first hook of `state_dict()`: what later ones write in it is in the state dict alone."""
+    state_dict["state"] = {key: {**values} for key, values in state_dict["state"].items()}
+
+
 def collected_state_dict(
     optimizer: torch.optim.Optimizer, collected: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -182,7 +198,6 @@ def collected_state_dict(
         before(optimizer)
     state: dict[str, Any] = {
         **collected,
-        "state": {key: dict(values) for key, values in collected["state"].items()},
         "param_groups": [dict(group) for group in collected["param_groups"]],
     }
     for after in optimizer._optimizer_state_dict_post_hooks.values():
