@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from poplar.checkpoint.state_dicts.optimizer_state import collected_state_dict, copy_state
 from poplar.comm import Communicator, Control, connect_control
-from poplar.data.drawn_batches import last_drawn
 from poplar.system.trace import Span
 from poplar.training.active_ranks import ActiveRanks
 from poplar.training.plan_changes import PlanChanges
@@ -575,10 +574,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         training = self._training
         training.step.nonfinite.raise_if_found()
         loss_fn = training.calls.of_user(loss_fn)
-        drawn = last_drawn()
-        mean = Evaluation(training.engine, loss_fn, weight, training.splitter).run(loader)
-        self._changes.schedule.end_evaluation(drawn)
-        return mean
+        with self._changes.schedule.evaluation():
+            return Evaluation(training.engine, loss_fn, weight, training.splitter).run(loader)
 
     def full_parameters(
         self,

@@ -94,6 +94,11 @@ class DrawnBatches:
         self._ahead.clear()
         _continued.discard(self)
 
+    def changes_with(self, plan: Plan) -> bool:
+        """Whether another plan splits the batches otherwise than the latest one."""
+        _, _, latest = self._plans[-1]
+        return plan.micro_batches != latest.micro_batches
+
     def check_plan(self, plan: Plan) -> None:
         """Check that `follow` can change to a plan.
 
@@ -141,6 +146,13 @@ def last_drawn() -> DrawnBatches | None:
     iterated between the batch and the step.
     """
     return None if _last_drawn is None else _last_drawn()
+
+
+def take_last() -> DrawnBatches | None:
+    """`last_drawn`, which is None from now on until a batch is drawn."""
+    global _last_drawn
+    last, _last_drawn = last_drawn(), None
+    return last
 
 
 def take_continued() -> list[DrawnBatches]:

@@ -7,14 +7,17 @@ no rank has drawn. The sampler numbers the batches as the optimizer numbers its 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from poplar.data.drawn_batches import DrawnBatches, last_drawn, take_continued
+from poplar.data.drawn_batches import DrawnBatches, last_drawn, take_continued, take_last
 from poplar.values.plan import Plan
 
 _SEVERAL = (
     "the steps take batches of several samplers, and only one of them would follow the plan; draw "
-    "all batches from one, for example of a torch.utils.data.StackDataset, or leave the loop, "
-    "delete the samplers and their loaders, call apply_plan(), and build them by the new plan"
+    "all batches from one, for example of a torch.utils.data.StackDataset, and those of a "
+    "validation in optimizer.evaluate(loss_fn, islice(val, 1)); or leave the loop, delete the "
+    "samplers and their loaders, call apply_plan(), and build them by the new plan"
 )
 
 
@@ -30,21 +33,21 @@ class PlanSchedule:
         """How often the plan of the current batch had changed, plus 1; 0 if that is unknown."""
         self._changes: list[tuple[int, Plan]] = []
         self._sampler: weakref.ref[DrawnBatches] | None = None
-        self._spans: weakref.WeakKeyDictionary[DrawnBatches, tuple[int, int]]
-        self._spans = weakref.WeakKeyDictionary()
+        self._spans = weakref.WeakKeyDictionary[DrawnBatches, tuple[int, int]]()
         """The last and the first step for which each sampler has drawn."""
 
     def first_step(self, plan: Plan) -> int:
         """The first step at which this rank can follow another plan.
 
         Raises:
-            ValueError: the sampler cannot split its global batches by the plan, or steps take
-                batches of several samplers.
+            ValueError: the sampler cannot split its global batches by the plan, or would split them
+                otherwise than now while steps also take batches of other samplers.
         """
         spans = sorted(self._spans.values())
-        if len(spans) > 1 and spans[-2][0] >= spans[-1][1]:
-            raise ValueError(_SEVERAL)
+        several = len(spans) > 1 and spans[-2][0] >= spans[-1][1]
         sampler = self._known_sampler() or self._next_sampler()
+        if several and (sampler is None or sampler.changes_with(plan)):
+            raise ValueError(_SEVERAL)
         latest = self._changes[-1][0] if self._changes else 0
         if sampler is None:
             return max(self.steps, latest)
@@ -110,16 +113,18 @@ class PlanSchedule:
         """The step has been applied."""
         self.in_step = False
 
-    def end_evaluation(self, before: DrawnBatches | None) -> None:
-        """What was drawn for an evaluation is trained by no step.
-
-        `before`: what had drawn last, before it.
-        """
-        sampler = last_drawn()
-        if sampler is not None and sampler is not self._known_sampler():
-            sampler.drop_ahead()
-        if before is not None:
-            before.set_last()
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """A context in which batches are drawn that are trained by no step."""
+        before = take_last()
+        try:
+            yield
+        finally:
+            sampler = last_drawn()
+            if sampler is not None and sampler is not self._known_sampler():
+                sampler.drop_ahead()
+            if before is not None:
+                before.set_last()
 
     def _known_sampler(self) -> DrawnBatches | None:
         """The sampler of the last step, if it draws in this process."""

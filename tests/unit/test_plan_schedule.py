@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from poplar import HeteroBatchSampler, Plan, split_stream
-from poplar.data.drawn_batches import last_drawn
 from poplar.training.plan_schedule import PlanSchedule
 
 OLD = Plan(stage=1, global_batch=6, micro_batches=((4,), (2,)), shares=(0.5, 0.5))
@@ -165,9 +165,9 @@ def test_batches_of_an_evaluation_or_of_a_loop_that_was_left_delay_nothing() -> 
         break
     assert schedule.first_step(NEW) == schedule.steps == 1
     evaluated = HeteroBatchSampler(40, OLD, rank=0)
-    assert len(list(evaluated)) == 6
-    assert schedule.first_step(NEW) == 1
-    schedule.end_evaluation(sampler)
+    with schedule.evaluation():
+        assert len(list(evaluated)) == 6
+        assert schedule.first_step(NEW) == 1
     assert evaluated.ahead == 0
 
 
@@ -197,9 +197,8 @@ def test_a_stream_that_workers_read_is_known_after_an_evaluation() -> None:
     evaluated = HeteroBatchSampler(40, OLD, rank=0)
     for _ in DataLoader(stream, batch_size=None, collate_fn=list, num_workers=1):
         schedule.begin_step()
-        before = last_drawn()
-        assert len(list(evaluated)) == 6
-        schedule.end_evaluation(before)
+        with schedule.evaluation():
+            assert len(list(evaluated)) == 6
         with pytest.raises(ValueError, match="DataLoader workers read a split_stream"):
             schedule.first_step(NEW)
 
@@ -236,6 +235,22 @@ def test_no_plan_is_changed_beside_a_second_sampler(
     assert schedule.first_step(NEW) == schedule.steps, "they were deleted"
 
 
+@pytest.mark.parametrize("steps", [zip, in_turns])
+def test_a_plan_with_the_same_micro_batches_is_changed_beside_a_second_sampler(
+    steps: Callable[..., Iterator[Any]],
+) -> None:
+    samplers = [HeteroBatchSampler(60, OLD, rank=0, seed=seed) for seed in range(2)]
+    schedule, same = PlanSchedule(), replace(OLD, stage=2, shares=(0.25, 0.75))
+    for step, _ in enumerate(steps(*map(loader_of, samplers))):
+        schedule.begin_step()
+        if step == 4:
+            schedule.add(schedule.first_step(same), same, schedule.changes)
+        if step > 4:
+            assert schedule.first_step(OLD) >= schedule.steps
+            with pytest.raises(ValueError, match=r"evaluate\(loss_fn, islice\(val, 1\)\)"):
+                schedule.first_step(NEW)
+
+
 def evaluate_all(loader: Any) -> None:
     for _ in loader:
         pass
@@ -266,15 +281,39 @@ def test_a_loop_that_evaluates_is_no_second_sampler(
         assert schedule.first_step(NEW) == schedule.steps + sampler.ahead
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_evaluation_of_a_plain_loader_before_the_first_step_leaves_its_batches(
+    workers: int,
+) -> None:
+    sampler, schedule = HeteroBatchSampler(60, OLD, rank=0), PlanSchedule()
+    for step, _ in enumerate(loader_of(sampler, workers)):
+        if not step:
+            with schedule.evaluation():
+                evaluate_all(DataLoader(Indices(), sampler=range(4)))
+        schedule.begin_step()
+        assert sampler.state_dict()["step"] == (step + 1) % 10
+        assert schedule.first_step(NEW) == schedule.steps + sampler.ahead
+        assert sampler.ahead == min(2 * workers, 9 - step)
+
+
 def test_evaluations_that_go_on_with_an_iterator_are_no_second_sampler() -> None:
     sampler, evaluated = (HeteroBatchSampler(60, OLD, rank=0, seed=seed) for seed in range(2))
     schedule, batches = PlanSchedule(), iter(evaluated)
     for _ in sampler:
         schedule.begin_step()
-        before = last_drawn()
-        next(batches)
-        schedule.end_evaluation(before)
+        with schedule.evaluation():
+            next(batches)
         assert schedule.first_step(NEW) == schedule.steps
+
+
+def test_evaluations_of_a_sampler_beside_steps_without_one_delay_nothing() -> None:
+    evaluated, schedule = HeteroBatchSampler(60, OLD, rank=0), PlanSchedule()
+    batches = iter(evaluated)
+    for _ in range(4):
+        with schedule.evaluation():
+            next(batches)
+        schedule.begin_step()
+        assert evaluated.ahead == schedule.version == 0
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -50,7 +50,7 @@ class WritableState(dict[str, Any]):
         else:
             self._write(given)
 
-    def __ior__(self, values: Any) -> Any:
+    def __ior__(self, values: Any) -> Any:  # type: ignore[misc]  # typeshed has overloads
         self.update(values)
         return self
 
