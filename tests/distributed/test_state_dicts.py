@@ -158,7 +158,11 @@ def write_in_hooks(stage: int) -> tuple[dict[str, Any], dict[str, Any], dict[str
 
     optimizer.register_state_dict_post_hook(change)
     saved = optimizer.state_dict()["state"][optimizer_index(optimizer, parameter)]
-    return dict(saved), dict(optimizer.state[parameter]), dict(before)
+    return own_parts(saved), own_parts(optimizer.state[parameter]), own_parts(before)
+
+
+def own_parts(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: v.local if isinstance(v, ShardTensor) else v for key, v in values.items()}
 
 
 def optimizer_index(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
