@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -29,10 +30,12 @@ def model_of(name: str) -> nn.Module:
     if name == "llama":
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
         return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes, **small))
-    if name == "bert":
+    if name in ("bert", "tagger"):
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
         options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return BertForMaskedLM(BertConfig(num_attention_heads=2, **options, **sizes, **small))
+        options |= {"num_attention_heads": 2, "num_labels": WORDS}
+        cls = BertForMaskedLM if name == "bert" else BertForTokenClassification
+        return cls(BertConfig(**options, **sizes, **small))
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(
         GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=WORDS, n_positions=32, **dropouts)
