@@ -29,7 +29,7 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, send_to_device
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 from poplar.checkpoint.files.transfers import transfer_on_all_ranks
 from poplar.checkpoint.load import load_checkpoint
@@ -40,7 +40,7 @@ from poplar.data import pytree
 from poplar.data.sampler import HeteroBatchSampler
 from poplar.integrations.exact_values import exact_values
 from poplar.integrations.own_dtype import own_dtype
-from poplar.integrations.planned_loader import PlannedLoader, unknown_order
+from poplar.integrations.user_loader import kept_options, unknown_order
 from poplar.optimizer import HeteroZeroOptimizer
 from poplar.tuning.autotune import OPTIONS, tune
 from poplar.values.plan import Plan
@@ -185,8 +185,11 @@ _OF_THE_ENGINE_ONLY = inspect.signature(HeteroZeroOptimizer).parameters.keys() -
 """Options of `HeteroZeroOptimizer` that change no plan; `autotune` would give them to the class."""
 
 
-class _PlannedLoader(PlannedLoader):
-    """Yields this rank's part of each global batch on its device."""
+class _PlannedLoader(DataLoader[Any]):
+    """Yields this rank's part of each global batch on its device.
+
+    Its state is the place in the epoch.
+    """
 
     def __init__(
         self, loader: DataLoader[Any], plan: Plan, accelerator: Accelerator, control: Control
@@ -201,7 +204,7 @@ class _PlannedLoader(PlannedLoader):
             shuffle=isinstance(batches.sampler, RandomSampler),
             drop_last=batches.drop_last,
         )
-        super().__init__(loader, sampler, lambda: self.steps_done)
+        super().__init__(loader.dataset, batch_sampler=sampler, **kept_options(loader))
         self.device, self._seed_is_given = accelerator.device, given is not None
         self.steps_done = 0
         """Batches of this epoch that the loop has taken."""
@@ -231,14 +234,19 @@ class _PlannedLoader(PlannedLoader):
         self._was_read = False
         sampler.set_epoch(epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        """For `load_state_dict` with any plan of the same global batch."""
+        sampler: Any = self.batch_sampler
+        # The loop's count may still be of the epoch before.
+        state: dict[str, Any] = sampler.state_dict(min(self.steps_done, sampler.drawn))
+        return state
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last step before the save, in its order unless `data_seed` is set."""
-        if self._seed_is_given:
-            super().load_state_dict(state)
-        else:
-            sampler: Any = self.batch_sampler
-            super().load_state_dict({**state, "seed": sampler._seed})
+        sampler: Any = self.batch_sampler
+        if not self._seed_is_given:
             sampler._seed = state["seed"]
+        sampler.load_state_dict(state)
         self.steps_done = self._first = state["step"]
         self._was_read = False
 
@@ -289,15 +297,11 @@ def _check(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) 
         raise ValueError("the model is prepared already; leave out accelerator.prepare for it")
     if getattr(loader, "_is_accelerate_prepared", False) or not isinstance(loader, DataLoader):
         raise ValueError("the loader is prepared already; pass a plain torch DataLoader")
-    if isinstance(loader.dataset, IterableDataset):
-        raise ValueError(
-            "prepare() needs a map-style dataset; for a stream use poplar.split_stream and "
-            "poplar.HeteroZeroOptimizer"
-        )
     if (problem := unknown_order(loader)) is not None:
         raise ValueError(
             f"prepare() makes the loader's samples by the plan, but {problem}; use batch_size= "
-            "with shuffle=True or False"
+            "with shuffle=True or False, or for a stream poplar.split_stream and "
+            "poplar.HeteroZeroOptimizer"
         )
 
 
@@ -309,12 +313,6 @@ def _adapt(
     training.scale_loops()
 
     def backward(loss: Tensor, **options: Any) -> None:
-        if accelerator.gradient_accumulation_steps != 1:
-            raise RuntimeError(
-                "accelerator.gradient_accumulation_steps was set to "
-                f"{accelerator.gradient_accumulation_steps} after prepare(), so backward() would "
-                "divide the loss by it, but the plan weights the passes; leave it at 1"
-            )
         training.scaled_loss(loss).backward(**options)
         training.engine.step.add_loss(loss)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
@@ -12,41 +11,30 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from poplar.data import CollateMicroBatches, HeteroBatchSampler, StreamSplit
-from poplar.integrations.planned_loader import (
-    PlannedLoader,
-    kept_options,
-    unknown_iteration,
-    unknown_order,
-)
+from poplar.integrations.user_loader import kept_options, unknown_iteration, unknown_order
 from poplar.values.plan import Plan
 
 Lengths = Sequence[float] | Tensor | None
 """Of the samples of the training dataset; None: not known."""
 
-_LEAVE_IT = (
-    "or pass Trainer(use_distributed_sampler=False) and give every rank its own loader; all ranks "
-    "then need the same number of batches"
-)
 
+class EpochLoader(DataLoader[Any]):
+    """Yields this rank's part of one global batch per step. Its state is the place in the epoch.
 
-class EpochLoader(PlannedLoader):
-    """A `PlannedLoader` in the epoch of Lightning, which sets that of `loader.sampler`.
+    Lightning sets the epoch of `loader.sampler`.
 
     Args:
         loader: the user's loader.
         sampler: this rank's samples of each step.
         trainer: whose epochs and steps count.
-        collate: instead of the loader's own function.
+        changes: arguments instead of the loader's own.
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        sampler: HeteroBatchSampler,
-        trainer: Any,
-        collate: Callable[[list[Any]], Any] | None = None,
+        self, loader: DataLoader[Any], sampler: HeteroBatchSampler, trainer: Any, **changes: Any
     ) -> None:
-        super().__init__(loader, sampler, partial(_steps_done, trainer), collate)
+        options = kept_options(loader) | changes
+        super().__init__(loader.dataset, batch_sampler=sampler, **options)
         self._trainer = trainer
         # Workers draw batches before Lightning sets the epoch of a resumed training.
         sampler.set_epoch(trainer.fit_loop.epoch_progress.current.processed)
@@ -61,11 +49,19 @@ class EpochLoader(PlannedLoader):
         """What torch sets, which `batch_sampler` replaces."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As of `PlannedLoader`; an epoch that `limit_train_batches` has ended is over."""
-        done = min(self._steps_done(), self.sampler.drawn)
+        """For `load_state_dict` with any plan of the same global batch.
+
+        An epoch that `limit_train_batches` has ended is over.
+        """
+        # The trainer's count may still be of the epoch before.
+        done = min(_steps_done(self._trainer), self.sampler.drawn)
         is_over = done == self._trainer.num_training_batches
         state: dict[str, Any] = self.sampler.state_dict(len(self.sampler) if is_over else done)
         return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next iteration the rest of a saved epoch."""
+        self.sampler.load_state_dict(state)
 
 
 class StreamLoader(DataLoader[Any]):
@@ -185,10 +181,10 @@ def planned(
         rank=rank,
         lengths=lengths,
     )
-    collate: Any = loader.collate_fn
+    changes: dict[str, Any] = {}
     if lengths is not None:
-        collate = CollateMicroBatches(collate, plan, rank)
-    return EpochLoader(loader, sampler, trainer, collate)
+        changes["collate_fn"] = CollateMicroBatches(loader.collate_fn, plan, rank)
+    return EpochLoader(loader, sampler, trainer, **changes)
 
 
 def following(loader: Any, trainer: Any) -> DataLoader[Any]:
@@ -208,7 +204,8 @@ def even(loader: Any, rank: int, world_size: int, *, predicting: bool) -> DataLo
     if problem is not None or batch_size is None:
         raise TypeError(
             f"PoplarStrategy cannot split this loader evenly: {problem or 'no batch_size'}. Use "
-            f"DataLoader(dataset, batch_size), {_LEAVE_IT}"
+            "DataLoader(dataset, batch_size), or pass Trainer(use_distributed_sampler=False) and "
+            "give every rank its own loader; all ranks then need the same number of batches"
         )
     length = len(loader.dataset)
     if getattr(loader.batch_sampler, "drop_last", False) and not predicting:

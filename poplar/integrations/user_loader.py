@@ -1,8 +1,8 @@
-"""A DataLoader of the user, rebuilt for a rank: for trainers whose loaders have equal batches."""
+"""What is known of a DataLoader of the user, and kept if it is rebuilt for a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from torch.utils.data import (
@@ -12,8 +12,6 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
-
-from poplar.data.sampler import HeteroBatchSampler
 
 _KEPT = (
     "num_workers",
@@ -31,42 +29,6 @@ _KEPT = (
 def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """The arguments of a loader that do not choose samples."""
     return {name: getattr(loader, name) for name in _KEPT}
-
-
-class PlannedLoader(DataLoader[Any]):
-    """Yields this rank's part of one global batch per step. Its state is the place in the epoch.
-
-    Args:
-        loader: the user's loader.
-        sampler: this rank's samples of each step.
-        steps_done: returns the trained steps of the epoch; workers draw batches ahead of them.
-        collate: instead of the loader's own function.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        sampler: HeteroBatchSampler,
-        steps_done: Callable[[], int],
-        collate: Callable[[list[Any]], Any] | None = None,
-    ) -> None:
-        kept = kept_options(loader)
-        if collate is not None:
-            kept["collate_fn"] = collate
-        super().__init__(loader.dataset, batch_sampler=sampler, **kept)
-        self._steps_done = steps_done
-
-    def state_dict(self) -> dict[str, Any]:
-        """For `load_state_dict` with any plan of the same global batch."""
-        sampler: Any = self.batch_sampler
-        # The trainer's count may still be of the epoch before.
-        state: dict[str, Any] = sampler.state_dict(min(self._steps_done(), sampler.drawn))
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration the rest of a saved epoch."""
-        sampler: Any = self.batch_sampler
-        sampler.load_state_dict(state)
 
 
 def unknown_iteration(loader: Any) -> str | None:
