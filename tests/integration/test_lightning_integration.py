@@ -33,7 +33,6 @@ from poplar.comm.bucket import Codec
 from poplar.integrations.lightning import (
     PoplarMonitor,
     PoplarStrategy,
-    checkpoints,
     to_lightning_checkpoint,
 )
 from poplar.integrations.lightning.batches import EvenBatchSampler
@@ -401,21 +400,6 @@ def test_stop_resume_evaluate_save_and_load(ranks, tmp_path, stage):
         weights_only=False,
     )
     assert len(resumed.losses) == 1
-
-
-class Interrupts:
-    """Ends the program while it is pickled."""
-
-    def __reduce__(self) -> Any:
-        raise KeyboardInterrupt
-
-
-def test_conversion_that_was_interrupted_leaves_no_file(tmp_path: Path) -> None:
-    values = {"loops": {"fit_loop": {"state_dict": {}}}, "state_dict": Interrupts()}
-    interrupted = mock.patch.object(checkpoints, "read_folder", return_value=values)
-    with interrupted, pytest.raises(KeyboardInterrupt):
-        to_lightning_checkpoint(tmp_path / "folder", tmp_path / "one.ckpt")
-    assert list(tmp_path.iterdir()) == []
 
 
 def save_after_compressed_updates(folder: Path, stage: int) -> dict[str, Tensor]:

@@ -96,22 +96,18 @@ def train(folder: Path, kind: str, stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "stage"),
     choose(
-        quick=(("llama", 3),),
+        quick=(("llama", 1), ("llama", 3)),
         full=tuple((kind, stage) for kind in ("llama", "bert", "gpt2") for stage in range(4)),
     ),
 )
 def test_losses_over_tokens_are_those_of_one_process(ranks, tmp_path, kind, stage):
+    """Where ranks have all parameters, the check of the first loss asks for other weights, too."""
     reference = LanguageModel(kind)
     alone = trainer(tmp_path, devices=1, max_steps=STEPS)
     alone.fit(reference, DataLoader(samples(), batch_size=GLOBAL_BATCH))
     for found in ranks.run(train, tmp_path, kind, stage):
         torch.testing.assert_close(found["losses"], reference.losses, rtol=1e-4, atol=1e-5)
         assert found["samples"] == float(alone.callback_metrics["samples"])
-
-
-def test_the_check_of_the_first_loss_leaves_the_weights_of_its_passes(ranks, tmp_path):
-    """It asks for the weights of other parts. Ranks look where they have all parameters."""
-    test_losses_over_tokens_are_those_of_one_process(ranks, tmp_path, "llama", 1)
 
 
 def warnings_without_a_weight(folder: Path) -> tuple[list[str], float]:

@@ -55,11 +55,6 @@ def check_trainer(trainer: Any, module: pl.LightningModule) -> None:
             "equally many passes; drop Trainer(sync_batchnorm=True), and freeze BatchNorm layers "
             "with .eval(), or use GroupNorm or LayerNorm"
         )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise ValueError(
-            "PoplarStrategy splits batches into passes, so training_step must take a batch, not a "
-            "dataloader_iter"
-        )
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
             raise ValueError(

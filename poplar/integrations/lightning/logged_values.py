@@ -191,16 +191,6 @@ class RunningStep:
         return loss, result
 
 
-class DiscardedLog(PassLog):
-    """For passes that do not count, such as those of the profiler."""
-
-    def __init__(self) -> None:
-        super().__init__(_ResultCollection(training=True), None)
-
-    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
-        pass
-
-
 class EvaluationLog(_ResultCollection):
     """Results of validation or test over all ranks: means over the samples of the dataset.
 
@@ -290,7 +280,8 @@ def discarding(trainer: Any, module: pl.LightningModule) -> Iterator[None]:
     """A context for passes that do not count: nothing is logged, and metrics are reset."""
     loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
     before = loop._results, connector._current_fx, module._current_fx_name
-    loop._results, module._current_fx_name = DiscardedLog(), "training_step"
+    loop._results = PassLog(_ResultCollection(training=True), None)
+    module._current_fx_name = "training_step"
     try:
         yield
     finally:

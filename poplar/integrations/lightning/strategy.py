@@ -31,7 +31,6 @@ from poplar.comm.deadline import WATCHDOG_MARGIN
 from poplar.integrations.exact_values import exact_values
 from poplar.integrations.lightning import batches, checkpoints
 from poplar.integrations.lightning.configuration import (
-    AutocastPrecision,
     OptimizerRecipe,
     StepCounter,
     attach,
@@ -52,7 +51,6 @@ from poplar.integrations.lightning.logged_values import (
 )
 from poplar.integrations.own_dtype import own_dtype
 from poplar.optimizer import HeteroZeroOptimizer
-from poplar.system.devices import describe
 from poplar.tuning.autotune import OPTIONS, tune
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
@@ -302,7 +300,6 @@ class PoplarStrategy(DDPStrategy):
             optimizer._training.checks.loss.expect(
                 self._discarded_loss, "to PoplarStrategy", self._weight
             )
-        self._check_autocast()
         self.optimizers, self.lr_scheduler_configs = [optimizer], schedulers
         rank_zero_info(str(self._plan))
 
@@ -312,11 +309,6 @@ class PoplarStrategy(DDPStrategy):
     def _check_plan(self, plan: Plan) -> None:
         plan.check_all_active("PoplarStrategy")
         loader = self._loader_of_user()
-        if plan.world_size != self.world_size:
-            raise ValueError(
-                f"the plan is for {plan.world_size} ranks, but the Trainer has {self.world_size}; "
-                "start as many, or make another plan"
-            )
         if batches.follows_a_plan(loader):
             if self._lengths is not None:
                 raise ValueError(
@@ -330,20 +322,6 @@ class PoplarStrategy(DDPStrategy):
                 f"the plan has a global batch of {plan.global_batch}, but the Trainer has "
                 f"{expected}: batch_size {batches.batch_size_of(loader)} x accumulate_grad_batches "
                 f"{self._accumulated} x {self.world_size} devices; make them equal"
-            )
-
-    def _check_autocast(self) -> None:
-        """Check that every device has bf16, for autocast. Collective."""
-        if not isinstance(self.precision_plugin, AutocastPrecision):
-            return
-        control = self.optimizer.control
-        has_bf16 = describe(self.root_device).has_bf16
-        by_rank = control.exchange_objects(has_bf16, what="the precision of the ranks")
-        if not all(by_rank):
-            lacking = [rank for rank, native in enumerate(by_rank) if not native]
-            raise ValueError(
-                f"precision='bf16-mixed', but the devices of rank(s) {lacking} only emulate bf16 "
-                "(compute capability below 8.0); use precision='32-true'"
             )
 
     # The plan.
@@ -507,12 +485,6 @@ class PoplarStrategy(DDPStrategy):
             if outcome is not None and outcome.loss is not None:
                 outcome.loss.copy_(loss)
         return result
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As of `DDPStrategy`; the mean of integers is no integer."""
-        if isinstance(tensor, Tensor) and reduce_op in ("mean", "avg"):
-            tensor = tensor if tensor.is_floating_point() else tensor.double()
-        return super().reduce(tensor, group, reduce_op)
 
     # Checkpoints.
 
