@@ -79,13 +79,6 @@ class UnequalPasses(_UnequalPasses):
 
     def _check_model(self) -> None:
         model = self._model
-        modules = model.module.named_modules()
-        inner = [name for name, m in modules if isinstance(m, DistributedDataParallel)]
-        if inner:
-            raise TypeError(
-                f"module {inner[0] or 'module'!r} of the DDP model is wrapped a second time; wrap "
-                "the model once"
-            )
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
             raise ValueError(
                 "an optimizer runs in the backward of the DDP model, before ranks know whether all "
@@ -134,10 +127,10 @@ def autotune(
         model: on this rank's device, before it is wrapped.
         loss_fn, example_batch, global_batch: as for `poplar.autotune`.
         options: further arguments of `poplar.autotune`, such as `optimizer_class`; without
-            `communication`, because DDP sends the gradients.
+            `communication` and `policy`, because DDP sends the gradients and shards nothing.
     """
-    options = {"stage": 0, "global_batch": global_batch, **options}
-    return autotune_for(UnequalPasses, model, loss_fn, example_batch, **options)
+    options |= {"global_batch": global_batch}
+    return autotune_for(UnequalPasses, model, loss_fn, example_batch, stage=0, **options)
 
 
 def reduce_zeros(model: DistributedDataParallel, was_called: bool) -> None:

@@ -34,15 +34,11 @@ class UnequalPasses(_UnequalPasses):
             fully_shard(block)
         fully_shard(model)
         passes = UnequalPasses(model, plan)
-        for batch in loader:                                    # with a HeteroBatchSampler
-            for micro_batch in passes(batch, weight=poplar.tokens()):
-                passes.backward(loss_fn(model, micro_batch))
-            optimizer.step()
-            optimizer.zero_grad()
 
-    After the loop, `.grad` holds the shards of the gradient of the mean loss over the global batch,
-    so clipping, loss scalers, schedulers and DTensor checkpoints work as without Poplar. Backwards
-    outside the loop are averaged over ranks, as FSDP2 does.
+    The loop is that of `poplar.integrations.ddp.UnequalPasses`. After it, `.grad` holds the shards
+    of the gradient of the mean loss over the global batch, so clipping, loss scalers, schedulers
+    and DTensor checkpoints work as without Poplar. Backwards outside the loop are averaged over
+    ranks, as FSDP2 does.
 
     | stage | between the passes of a step | collectives | passes |
     | --- | --- | --- | --- |
@@ -56,9 +52,6 @@ class UnequalPasses(_UnequalPasses):
     If the loop body raises on a rank, that rank raises its error and stops all ranks, because FSDP2
     is in the middle of a pass. The others raise `CollectiveTimeout` with its cause or, if they wait
     in a forward, torch's error of a closed connection. Start again from a checkpoint.
-
-    Compute losses in fp32: the weight is a factor of the loss, and 16 bits round it. A warning says
-    so.
 
     Args:
         model: to which, and to whose blocks, `fully_shard` was applied, over a mesh of one
@@ -156,10 +149,10 @@ def autotune(
         loss_fn, example_batch, global_batch: as for `poplar.autotune`.
         stage: 1, 2 or 3: what stays sharded between passes; see `UnequalPasses`.
         options: further arguments of `poplar.autotune`, such as `optimizer_class`; without
-            `communication`, because FSDP2 sends gradients and parameters.
+            `communication` and `policy`, because FSDP2 sends the values and shards evenly.
 
     Raises:
-        ValueError: the stage is another one, or an argument asks for what FSDP2 does not do.
+        ValueError: the stage is another one.
     """
     options |= {"stage": stage, "global_batch": global_batch}
     return autotune_for(UnequalPasses, model, loss_fn, example_batch, **options)

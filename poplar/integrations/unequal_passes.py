@@ -26,7 +26,6 @@ from poplar.integrations.own_dtype import own_dtype
 from poplar.integrations.user_step import LOOP, UserStep, outside_of_the_loop
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.tuning.autotune import autotune
-from poplar.values.communication import EXACT
 from poplar.values.errors import CollectiveTimeout, agreed, check_class, is_agreed
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, exchange_results
@@ -48,9 +47,6 @@ _CARRIED_OUT = frozenset(
 )
 """Fields of `Plan` that these engines carry out, that have a check of their own, or that do not
 change the gradient. All others are settings of Poplar's own engine: they must be left out."""
-_ONLY_WITH = {"policy": "even_shares", "communication": "exact"}
-"""Arguments of `poplar.autotune` that have one value here: others make plans with settings that
-these engines do not carry out."""
 
 
 class UnequalPasses:
@@ -108,11 +104,15 @@ class UnequalPasses:
         return model
 
     def _pass(self, last: bool) -> AbstractContextManager[None]:
-        """A context for the forward and the backward of one pass."""
+        """A context for the forward and the backward of one pass; `last`: of the step."""
         raise NotImplementedError
 
     def _stand_in(self) -> Callable[[bool], None] | None:
-        """As `UserStep.stand_in`."""
+        """Takes part, without a gradient, in what the engine communicates in a step in which this
+        rank has failed; the argument: whether the model was called in it.
+
+        The ranks then agree after their last backward. If None, a rank that fails stops all ranks.
+        """
         return None
 
     def _forget_step(self) -> None:
@@ -151,16 +151,7 @@ class UnequalPasses:
                 forwards have written other values into a buffer or frozen parameter on other ranks.
         """
         with self.collective_calls.running(LOOP):
-            step = UserStep(
-                engine=self.engine,
-                called=self._called,
-                model=self._model,
-                control=self._control,
-                in_pass=self._pass,
-                on_end=self._end_step,
-                stand_in=self._stand_in(),
-                stop=self._stop,
-            )
+            step = UserStep(self)
 
         def start() -> list[MicroBatch]:
             def check() -> None:
@@ -263,8 +254,6 @@ class UnequalPasses:
     # Checks.
 
     def _check(self, batch: Any) -> None:
-        if self._step is not None:
-            self._step.check_ended()
         self._checks.open_step()
         self._check_model()
         if batch is None or pytree.samples_in(batch) == 0:
@@ -340,15 +329,17 @@ def autotune_for(
         raise ValueError(
             f"stage must be one of {list(passes.stages)} for {passes.engine}, got {stage!r}"
         )
-    for name, only in _ONLY_WITH.items():
-        if options.setdefault(name, only) not in (only, EXACT):
-            raise ValueError(
-                f"{name} must be {only!r} for {passes.engine}, got {options[name]!r}; leave it "
-                "out, or plan with poplar.autotune and train with poplar.HeteroZeroOptimizer"
-            )
     options.setdefault("compute_dtype", own_dtype(model))
     try:
-        return autotune(model, loss_fn, example_batch, stage=stage, **options)
+        return autotune(
+            model,
+            loss_fn,
+            example_batch,
+            stage=stage,
+            policy="even_shares",
+            communication="exact",
+            **options,
+        )
     except NoPlanFits as error:
         error.allow_only(passes.stages, policies=False)
         raise

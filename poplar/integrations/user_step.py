@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
-from poplar.comm import Control
 from poplar.data import pytree
 from poplar.values.errors import PoplarError, agreed
 from poplar.zero.agreement import raise_on_any_error
@@ -27,37 +24,20 @@ from poplar.zero.micro_batch_loop import MicroBatchLoop
 from poplar.zero.micro_batch_loss import check_scalar
 from poplar.zero.micro_batches import MicroBatch
 
+if TYPE_CHECKING:
+    from poplar.integrations.unequal_passes import UnequalPasses
+
 DOING = "a step"
 LOOP = "the loop over passes"
 
 
-@dataclass(eq=False, kw_only=True)
 class UserStep:
-    """One step of this rank: what is trained, how, and how far it has come."""
+    """One step of this rank: how far it has come."""
 
-    engine: str
-    """The engine's name in messages."""
-    called: nn.Module
-    """The model that the body of the loop calls."""
-    model: nn.Module
-    """The same without `torch.compile`."""
-    control: Control
-    in_pass: Callable[[bool], AbstractContextManager[None]]
-    """A context for the forward and the backward of a pass; the argument: whether it is the last
-    one of the step."""
-    on_end: Callable[[bool], None]
-    """Called when the step ends; the argument: whether it has failed."""
-    stand_in: Callable[[bool], None] | None
-    """Takes part, without a gradient, in what the engine communicates in a step in which this rank
-    has failed; the argument: whether the model was called in it. The ranks then agree after their
-    last backward. If None, a rank that fails stops all ranks."""
-    stop: Callable[[str, BaseException], str]
-    """Stops all ranks and returns the reason; the arguments: the call in which this rank has
-    failed, and its error."""
-
-    def __post_init__(self) -> None:
-        self._rank = self.control.group.name
-        self._loop: weakref.ref[MicroBatchLoop] | None = None
+    def __init__(self, passes: UnequalPasses) -> None:
+        self._passes, self._control = passes, passes._control
+        self._rank = self._control.group.name
+        self._stand_in = passes._stand_in()
         self.loss: Tensor | float = 0.0
         """This rank's part of the weighted loss."""
         self._is_running = False
@@ -73,7 +53,7 @@ class UserStep:
         self._in_backward = False
         self._in_last_backward = False
         """The last backward has begun: a failure can no longer be reported by the loop."""
-        self._parameters = list(self.model.parameters())
+        self._parameters = list(passes._model.parameters())
         self._holding: nn.Parameter | None = None
         """A parameter that has a gradient of earlier passes of this step."""
 
@@ -91,8 +71,7 @@ class UserStep:
 
     def enter_user_loop(self, loop: MicroBatchLoop) -> None:
         """The step has been opened, and its passes are those of `loop`."""
-        self._loop, self._is_running = weakref.ref(loop), True
-        called = self.called
+        self._is_running, called = True, self._passes._called
         self._watches = [
             called.register_forward_pre_hook(self._watch_calls),
             called.register_forward_hook(self._watch_outputs),
@@ -101,7 +80,7 @@ class UserStep:
     def begin_user_pass(self, micro_batch: MicroBatch, rest: Sequence[MicroBatch]) -> bool:
         """Begin a pass, also one without samples: the engine needs it of every rank."""
         self._open, self._has_run = micro_batch, False
-        self._context.enter_context(self.in_pass(micro_batch.last))
+        self._context.enter_context(self._passes._pass(micro_batch.last))
         return True
 
     def end_user_pass(self, rest: Sequence[MicroBatch]) -> None:
@@ -130,7 +109,7 @@ class UserStep:
             watch.remove()
         self._open, self._is_running = None, False
         self._parameters, self._holding = [], None
-        self.on_end(has_failed)
+        self._passes._end_step(has_failed)
 
     def abandon(self, rest: Sequence[MicroBatch], reason: Exception) -> None:
         """Drop the gradients, and report `reason` to the other ranks."""
@@ -146,11 +125,11 @@ class UserStep:
 
     def _report(self, reason: Exception) -> str:
         """Report a failure of this rank; returns why the step ends."""
-        if self.stand_in is None:
-            return self.stop(LOOP, reason)
-        self.stand_in(self._was_called)
+        if self._stand_in is None:
+            return self._passes._stop(LOOP, reason)
+        self._stand_in(self._was_called)
         try:
-            raise_on_any_error(self.control, reason, doing=DOING)
+            raise_on_any_error(self._control, reason, doing=DOING)
         except Exception as error:
             if error is not reason:
                 raise
@@ -158,23 +137,12 @@ class UserStep:
 
     # For `UnequalPasses`.
 
-    def check_ended(self) -> None:
-        """Raise if the loop of this step still runs, and abandon the step on all ranks.
-
-        Raises:
-            RuntimeError: it does.
-        """
-        loop = self._loop() if self._loop is not None else None
-        if loop is not None and loop.is_running:
-            loop.close(_STEP_INSIDE_LOOP, why=_STEP_INSIDE_LOOP)
-            raise RuntimeError(_STEP_INSIDE_LOOP)
-
     def backward(self, loss: Tensor) -> None:
         """As `UnequalPasses.backward`."""
         try:
             self._backward(loss)
         except BaseException as error:
-            if self.stand_in is not None and not self._in_last_backward:
+            if self._stand_in is not None and not self._in_last_backward:
                 agreed(error)  # the loop reports it
             raise
 
@@ -185,7 +153,7 @@ class UserStep:
         if not self._has_run:
             raise RuntimeError(
                 f"rank {self._rank}: the model that UnequalPasses was given has not run in this "
-                f"pass, so {self.engine} would not reduce its gradients; compute the loss "
+                f"pass, so {self._passes.engine} would not reduce its gradients; compute the loss "
                 "with that model, and give UnequalPasses the compiled one if you compile it"
             )
         check_scalar(loss, prefix=f"rank {self._rank}: ")
@@ -196,15 +164,15 @@ class UserStep:
             self._run_backward(loss, micro_batch)
         finally:
             self._in_backward = False
-        if micro_batch.last and self.stand_in is not None:
-            raise_on_any_error(self.control, None, doing=DOING)
+        if micro_batch.last and self._stand_in is not None:
+            raise_on_any_error(self._control, None, doing=DOING)
         self._open = None
         self._holding = next((p for p in self._parameters if p.grad is not None), None)
 
     def _run_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         if micro_batch.weight and micro_batch.samples:
             # The engine divides by the number of ranks.
-            factor = micro_batch.weight * self.control.group.size
+            factor = micro_batch.weight * self._control.group.size
             if _rounds(factor, loss.dtype):
                 warnings.warn(_ROUNDED, stacklevel=4)
             (loss * factor).backward()
@@ -304,9 +272,4 @@ def outside_of_the_loop(rank: int) -> str:
 _ROUNDED = (
     "the loss has 16 bits, so its gradient, which is the weight of the pass, is rounded (bf16: by "
     "up to 0.2 %); compute the loss in fp32, for example from logits.float()"
-)
-
-_STEP_INSIDE_LOOP = (
-    "a step was started inside the loop of another step; end it first. After an exception in its "
-    "body that you handle, use `with passes(batch) as micro_batches:`, which ends it"
 )

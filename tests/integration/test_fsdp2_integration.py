@@ -10,7 +10,7 @@ import pytest
 import ranks as harness
 import torch.distributed.checkpoint as dcp
 import unequal_passes as training
-from ranks import Pool
+from ranks import Failure, Pool
 from subset import choose
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -160,25 +160,30 @@ def mistakes(job: Job) -> list[str]:
     return messages
 
 
-def drop_gradients_in_the_loop(job: Job) -> str:
-    """The message of a loop body that zeroes the gradients before each backward."""
+def raise_in_the_second_pass(job: Job) -> Failure:
+    """What a loop raises in whose second pass the first rank raises."""
     with harness.separate_group() as group:
         model = training.wrap(job, group=group)
-        optimizer = training.optimizer_of(job, model)
         passes = fsdp2.UnequalPasses(model, job.plan)
         with harness.catching() as caught:
-            for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
-                optimizer.zero_grad()
-                passes.backward(training.loss_fn(model, micro_batch))
-        return caught[0].message
+            micro_batches = passes(training.part_of(job, 0), weight=job.weight)
+            for number, micro_batch in enumerate(micro_batches):
+                loss = training.loss_fn(model, micro_batch)
+                if harness.rank() == 0 and number == 1:
+                    raise KeyError("lost on rank 0")
+                passes.backward(loss)
+        return caught[0]
 
 
 @pytest.mark.filterwarnings("ignore:rank .* left the loop")
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_grad_in_the_loop_raises(ranks: Pool, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_raises_in_the_loop_stops_all_ranks(ranks: Pool, stage: int) -> None:
     job = Job("tagger", plan_of(PLANS[stage], stage))
-    for message in ranks.run(drop_gradients_in_the_loop, job, ranks=3):
-        assert "call step() and zero_grad() after the loop" in message
+    own, *others = ranks.run(raise_in_the_second_pass, job, ranks=3)
+    assert own.type == "KeyError"
+    for failure in others:
+        assert failure.type == "CollectiveTimeout"
+        assert "rank 0 left the loop over its passes before its end" in failure.message
 
 
 def sum_gradients_from_the_second_step_on(job: Job) -> list[str]:
