@@ -183,7 +183,7 @@ class PoplarArguments:
         if self.timeout is not None or args.ddp_timeout <= TrainingArguments.ddp_timeout:
             return self
         world = dist.group.WORLD
-        assert world is not None, "check_arguments has refused a script without process group"
+        assert world is not None, "check_trainer has refused a script without process group"
         timeout = deadline_within(world, timedelta(seconds=args.ddp_timeout))
         return replace(self, timeout=timeout.total_seconds())
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from poplar.data.sampler import HeteroBatchSampler
 from poplar.values.plan import Plan
@@ -51,21 +50,3 @@ class EpochLoader(DataLoader[Any]):
         for part in (self.batch_sampler, self.source):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-
-
-def lengths_of(dataset: Any, column: str, processing_class: Any) -> list[int]:
-    """The length of each sample, as `Trainer` finds it.
-
-    Args:
-        dataset: with `__len__`; of the library `datasets`, or any other.
-        column: of a dataset of `datasets`; if there is none, the model's first input is measured.
-        processing_class: names the model's first input; None: "input_ids".
-
-    Raises:
-        ValueError: the samples are no dictionaries with this input.
-    """
-    if column in (getattr(dataset, "column_names", None) or ()):
-        return list(dataset[column])
-    name = None if processing_class is None else processing_class.model_input_names[0]
-    sampler = LengthGroupedSampler(1, dataset=dataset, model_input_name=name)
-    return list(sampler.lengths)

@@ -17,17 +17,6 @@ OPTIMIZERS = (
     *("paged_lion_32bit", "rmsprop_bnb", "ademamix", "paged_ademamix_32bit"),
 )
 """Values of `optim` that name a class whose state can be divided among ranks."""
-
-
-def check_arguments(args: Any) -> None:
-    """Check that training can do what `TrainingArguments` ask for.
-
-    Raises:
-        ValueError: it cannot; names every argument and what to use instead.
-    """
-    _raise(list(_of_arguments(args)))
-
-
 OWNED_METHODS = (
     "create_optimizer",
     "get_batch_samples",
@@ -54,18 +43,16 @@ KNOWN_CLASSES = (
 
 
 def check_trainer(trainer: Any, mixin: type) -> None:
-    """Check what a trainer was constructed with, and its class.
+    """Check that a trainer can do what its class and arguments ask for.
 
     Raises:
-        ValueError: Poplar cannot train with it.
+        ValueError: it cannot; names every problem and what to use instead.
         ImportError: it is one of an unsupported version of TRL.
     """
     if any(cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__):
         check_version("trl")
-    _raise([*_of_class(type(trainer), mixin), *_of_trainer(trainer)])
-
-
-def _raise(problems: list[str]) -> None:
+    problems = [*_of_arguments(trainer.args), *_of_class(type(trainer), mixin)]
+    problems += _of_trainer(trainer)
     if problems:
         raise ValueError("PoplarTrainer does not support " + "; and not ".join(problems))
 
@@ -81,10 +68,6 @@ def _of_arguments(args: Any) -> Iterator[str]:
             f"TrainingArguments that count {args.world_size} process of {dist.get_world_size()}: "
             "on ranks without GPU pass use_cpu=True"
         )
-    if getattr(args, "deepspeed", None):
-        yield "deepspeed=...: leave it out, PoplarArguments(stage=...) is ZeRO"
-    if getattr(args, "fsdp", None):
-        yield "fsdp=...: leave it out, PoplarArguments(stage=3) shards parameters"
     if getattr(args, "parallelism_config", None) is not None:
         yield "parallelism_config=...: only data parallelism; leave it out"
     if args.auto_find_batch_size:
@@ -92,8 +75,6 @@ def _of_arguments(args: Any) -> Iterator[str]:
             "auto_find_batch_size=True: leave it out, Poplar plans each rank's micro-batches and "
             "makes them smaller when a rank runs out of memory"
         )
-    if args.n_gpu > 1:
-        yield "several GPUs in one process: launch one process per GPU with torchrun"
     for name in sorted(vars(args)):
         # Unused parameters are found anyway. LLaMA-Factory sets this one by itself.
         harmless = name in ("ddp_backend", "ddp_timeout", "ddp_find_unused_parameters")
@@ -114,10 +95,6 @@ def _of_arguments(args: Any) -> Iterator[str]:
             "fp16_full_eval and bf16_full_eval, which cast the parameters: use bf16=True or "
             "fp16=True (autocast)"
         )
-    if args.save_on_each_node:
-        yield "save_on_each_node=True: checkpoints need an output_dir that all ranks see"
-    if getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
-        yield "train_sampling_strategy='batch_rebalance': the plan balances ranks; leave it out"
     if not getattr(args, "dataloader_in_order", True):
         yield (
             "dataloader_in_order=False: ranks would train on parts of different global batches; "
@@ -139,7 +116,10 @@ def _of_trainer(trainer: Any) -> Iterator[str]:
             "TrainingArguments"
         )
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        yield "a launcher that asks for DeepSpeed or FSDP: use torchrun"
+        yield (
+            "DeepSpeed and FSDP: leave out deepspeed= and fsdp=, PoplarArguments(stage=...) is "
+            "ZeRO, and launch with torchrun"
+        )
     if trainer.is_model_parallel:
         yield "a model on several devices (device_map): load it without device_map"
     if (getattr(trainer.model, "_tp_size", None) or 1) > 1 or getattr(

@@ -2,9 +2,8 @@
 
 Private methods of `Trainer` that it overrides: `_clip_grad_norm`, `_get_grad_norm`,
 `_track_num_input_tokens`, `_maybe_log_save_evaluate`, `_save_optimizer_and_scheduler`,
-`_load_from_checkpoint`, `_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`,
-`_prepare_inputs`, `_remove_unused_columns`, `_get_collator_with_removed_columns`,
-`_get_train_sampler`, `_save`.
+`_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`, `_prepare_inputs`,
+`_remove_unused_columns`, `_get_collator_with_removed_columns`, `_get_train_sampler`, `_save`.
 Attributes: `_train_batch_size`, `_globalstep_last_logged`, `_tr_loss`, `_loss_shifts_labels`,
 `_gen_kwargs` (of `Seq2SeqTrainer`), `_metrics` and `_total_train_tokens` (of TRL).
 Tested with transformers 5.23, accelerate 1.15 and trl 1.16.
@@ -43,8 +42,8 @@ from poplar.data import CollateMicroBatches, StreamSplit, pytree, split_stream
 from poplar.data.lengths import padded_length
 from poplar.data.micro_batch_collation import Collate, MicroBatches
 from poplar.integrations.transformers.arguments import PoplarArguments
-from poplar.integrations.transformers.batches import EpochLoader, EpochSampler, lengths_of
-from poplar.integrations.transformers.checks import check_arguments, check_trainer
+from poplar.integrations.transformers.batches import EpochLoader, EpochSampler
+from poplar.integrations.transformers.checks import check_trainer
 from poplar.integrations.transformers.loss import (
     PassMetrics,
     TrainerLoss,
@@ -122,7 +121,6 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         """Of the samples of the dataset, if global batches are divided by them."""
         super().__init__(*args, **kwargs)
         self.args = _as_given(self.args)
-        check_arguments(self.args)
         check_trainer(self, PoplarTrainerMixin)
         self.poplar = self.poplar.with_ddp_timeout(self.args)
         self._replaces_nonfinite = self.args.logging_nan_inf_filter
@@ -182,8 +180,14 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             return loader
         workers, rank = self.args.dataloader_num_workers, self.args.process_index
         options["worker_init_fn"] = partial(seed_worker, num_workers=workers, rank=rank)
-        self._sampler = batch_sampler = self._batch_sampler(len(dataset), sampler, plan)
-        return EpochLoader(dataset, batch_sampler=batch_sampler, **options)
+        self._sampler = EpochSampler(
+            len(dataset),
+            plan,
+            self._order_of_epochs(len(dataset), sampler),
+            drop_last=self.args.dataloader_drop_last,
+            lengths=self._lengths,
+        )
+        return EpochLoader(dataset, batch_sampler=self._sampler, **options)
 
     def _dataset_and_collator(self, dataset: Any) -> tuple[Any, Collate]:
         """The dataset without columns that the model does not take, and its collator."""
@@ -209,25 +213,11 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if isinstance(sampler, LengthGroupedSampler):
             self._lengths = list(sampler.lengths)
         elif self.poplar.balance_lengths:
-            self._lengths = lengths_of(
-                self.train_dataset, self.args.length_column_name, self.processing_class
-            )
+            by_length = copy.copy(self)  # `Trainer` finds lengths only to group samples by them
+            by_length.args = copy.copy(self.args)
+            by_length.args.train_sampling_strategy = "group_by_length"
+            self._lengths = list(by_length._get_train_sampler(self.train_dataset).lengths)
         return sampler
-
-    def _batch_sampler(self, length: int, sampler: Any, plan: Plan) -> EpochSampler:
-        try:
-            return EpochSampler(
-                length,
-                plan,
-                self._order_of_epochs(length, sampler),
-                drop_last=self.args.dataloader_drop_last,
-                lengths=self._lengths,
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"{error} (in TrainingArguments: dataloader_drop_last, "
-                "per_device_train_batch_size and gradient_accumulation_steps)"
-            ) from None
 
     def _order_of_epochs(self, length: int, sampler: Any) -> Callable[[int], Sequence[int]]:
         """The order in which `Trainer` would read the dataset, by epoch."""
@@ -297,14 +287,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 self.model.get_submodule(name).compile(**dynamo.to_kwargs())
             dynamo.backend = DynamoBackend.NO
         try:
-            prepared = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
         finally:
             dynamo.backend = backend
-        if prepared is not self.model:
-            raise RuntimeError(
-                f"Accelerate has wrapped the model in {type(prepared).__name__}, which Poplar does "
-                "not support; use another mixed precision or launcher option"
-            )
 
     def _tune(self, dataset: Any, global_batch: int) -> Tuned:
         example, lengths, about = self._on_all_ranks(
@@ -320,7 +305,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             getattr(m, "gradient_checkpointing", False) for m in self.model.modules()
         )
         self.model.train()
-        with self.pass_metrics.collecting():
+        with self.pass_metrics.discarding():
             tuned = tune(
                 self.model,
                 loss,
@@ -335,7 +320,6 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 **own,
                 **options,
             )
-        self.pass_metrics.reset()
         return tuned
 
     def _example(self, dataset: Any) -> tuple[Any, Sequence[int] | None, str]:
@@ -399,21 +383,15 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         Returns:
             The loss of the global batch; equal on all ranks.
         """
-        if self._own_optimizer() is None or not isinstance(inputs, MicroBatches):
-            raise RuntimeError(
-                "PoplarTrainer.training_step needs the optimizer of create_optimizer and the "
-                "batches of get_train_dataloader; do not override these methods"
-            )
         if self._monitor is None:
             self._monitor = self._start_monitor()
         self.model.train()
         self.what_counts.look(inputs)
         with self.pass_metrics.collecting():
-            loss_fn = TrainerLoss(self)
             result = self.optimizer.train_step(
-                loss_fn,
+                TrainerLoss(self),
                 inputs,
-                weight=loss_fn.weight,
+                weight=self.loss_weight,
                 loss="global_mean" if self.what_counts.name == "sum" else "mean",
                 max_norm=self._max_norm(),
                 scaler=self._scaler,
@@ -538,15 +516,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         super().log(logs, *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        control, result = self.control, self.step_result
-        if control.should_log and self.state.global_step > self._globalstep_last_logged:
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self.pass_metrics.merge()
             if self._monitor is not None:
                 self._progress = self._monitor.report() or self._progress
-        elif result is not None and (
-            control.should_evaluate or control.should_save or control.should_training_stop
-        ):
-            result.seconds  # noqa: B018 (waits for the device with a deadline)
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     # Saving.
@@ -595,14 +568,6 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         """Every rank writes its part of the state of training. Collective."""
         folder = Path(output_dir) / FOLDER
         save_now(folder, self.optimizer, state=self._state(), replaces=True)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        self._on_all_ranks(
-            lambda: super(PoplarTrainerMixin, self)._load_from_checkpoint(
-                resume_from_checkpoint, *args, **kwargs
-            ),
-            doing=f"loading the model of {str(resume_from_checkpoint)!r}",
-        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what `_save_optimizer_and_scheduler`, or `Trainer`, has saved. Collective."""
