@@ -129,21 +129,10 @@ def runs_a_second_backward_itself(job: Job, model: Any, passes: Any) -> None:
             training.loss_fn(model, micro_batch).backward()
 
 
-def drops_gradients_before_each_backward(job: Job, model: Any, passes: Any) -> None:
+def drops_gradients_of_earlier_passes(job: Job, model: Any, passes: Any) -> None:
     for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
         model.zero_grad()
         passes.backward(training.loss_fn(model, micro_batch))
-
-
-def drops_gradients_after_each_backward(job: Job, model: Any, passes: Any) -> None:
-    for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
-        passes.backward(training.loss_fn(model, micro_batch))
-        model.zero_grad()
-
-
-def has_a_batch_of_another_size(job: Job, model: Any, passes: Any) -> None:
-    batch = training.batch_of(job, 0) if harness.rank() == 0 else training.part_of(job, 0)
-    list(passes(batch, weight=job.weight))
 
 
 def has_an_empty_batch(job: Job, model: Any, passes: Any) -> None:
@@ -162,9 +151,7 @@ LOOPS = {
         runs_the_unwrapped_model,
         calls_backward_twice,
         runs_a_second_backward_itself,
-        drops_gradients_before_each_backward,
-        drops_gradients_after_each_backward,
-        has_a_batch_of_another_size,
+        drops_gradients_of_earlier_passes,
         has_an_empty_batch,
     )
 }
@@ -175,9 +162,7 @@ MESSAGES = {
     "runs_the_unwrapped_model": "compute the loss with that model",
     "calls_backward_twice": "rank 0 left the loop over its passes",
     "runs_a_second_backward_itself": "rank 0 left the loop over its passes",
-    "drops_gradients_before_each_backward": "rank 0 left the loop over its passes",
-    "drops_gradients_after_each_backward": "call step() and zero_grad() after the loop",
-    "has_a_batch_of_another_size": "but the plan gives this rank 3",
+    "drops_gradients_of_earlier_passes": "rank 0 left the loop over its passes",
     "has_an_empty_batch": "a rank without samples in the plan passes one sample",
 }
 
