@@ -1,4 +1,4 @@
-"""Models, data and settings for tests of Hugging Face's trainers."""
+"""Data and settings for tests of Hugging Face's trainers."""
 
 from __future__ import annotations
 
@@ -6,40 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from language_models import WORDS
 from launched import BATCH
-from torch import nn
 from torch.utils.data import Dataset
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForTokenClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
-
-WORDS = 50
-
-
-def model_of(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    small = {"vocab_size": WORDS, "max_position_embeddings": 32}
-    if name == "llama":
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-        return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes, **small))
-    if name in ("bert", "tagger"):
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-        options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        options |= {"num_attention_heads": 2, "num_labels": WORDS}
-        cls = BertForMaskedLM if name == "bert" else BertForTokenClassification
-        return cls(BertConfig(**options, **sizes, **small))
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(
-        GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=WORDS, n_positions=32, **dropouts)
-    )
+from transformers import Trainer, TrainingArguments
 
 
 class Sentences(Dataset[dict[str, list[int]]]):

@@ -9,6 +9,8 @@ from typing import Any
 import ranks
 import torch
 import torch.distributed as dist
+from language_models import WORDS as VOCABULARY
+from language_models import model_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +23,6 @@ from poplar.integrations import ddp, fsdp2
 from poplar.values.plan import Plan
 
 IGNORED = -100
-VOCABULARY = 61
 LENGTH = 12
 
 
@@ -30,7 +31,7 @@ class Job:
     """A model, its data and its plan; the same on every rank and in one process."""
 
     model: str
-    """A name in `MODELS`."""
+    """Of `model_of`, or "tagger": a `Tagger`."""
     plan: Plan
     steps: int = 3
     optimizer: str = "AdamW"
@@ -48,57 +49,6 @@ class Job:
     @property
     def weight(self) -> Callable[[Any], Any] | None:
         return WEIGHTS[self.model]
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=LENGTH,
-        )
-    )
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=LENGTH,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_embd=32,
-            n_layer=2,
-            n_head=2,
-            n_positions=LENGTH,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
 
 
 class Tagger(nn.Module):
@@ -122,12 +72,6 @@ class Tagger(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(x).mT, labels, ignore_index=IGNORED)}
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": llama,
-    "bert": bert,
-    "gpt2": gpt2,
-    "tagger": Tagger,
-}
 WEIGHTS = {
     "llama": poplar.tokens(),
     "gpt2": poplar.tokens(),
@@ -138,7 +82,7 @@ WEIGHTS = {
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[name]()
+    return Tagger() if name == "tagger" else model_of(name)
 
 
 def batch_of(job: Job, step: int) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import ranks as pool
 import torch
-import transformers
+from language_models import WORDS, model_of
 from subset import choose
 from test_lightning_integration import EVERY_RANK, environment, plan_of, trainer
 from torch import Tensor
@@ -20,31 +20,13 @@ from torchmetrics import SumMetric
 import poplar
 from poplar.integrations.lightning import PoplarStrategy
 
-STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY = 20, 8, 12, 61
-SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
-LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def language_model(kind: str) -> Any:
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=2,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        return transformers.GPT2LMHeadModel(config)
-    if kind == "bert":
-        none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        config = transformers.BertConfig(**SIZES, **LLAMA, **none, intermediate_size=48)
-        return transformers.BertForMaskedLM(config)
-    config = transformers.LlamaConfig(**SIZES, **LLAMA, intermediate_size=48)
-    return transformers.LlamaForCausalLM(config)
+STEPS, GLOBAL_BATCH, LENGTH = 20, 8, 12
 
 
 class LanguageModel(pl.LightningModule):
     def __init__(self, kind: str):
         super().__init__()
-        self.model = language_model(kind)
+        self.model = model_of(kind)
         self.seen = SumMetric()
         self.losses: list[float] = []
 
@@ -67,7 +49,7 @@ def samples() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(2)
     found = []
     for _ in range(GLOBAL_BATCH * 4):
-        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        tokens = torch.randint(WORDS, (LENGTH,), generator=generator)
         counted = int(torch.randint(2, LENGTH, (1,), generator=generator))
         labels = torch.where(torch.arange(LENGTH) < counted, tokens, -100)
         found.append({"input_ids": tokens, "labels": labels})

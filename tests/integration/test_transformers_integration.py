@@ -24,6 +24,7 @@ import pytest
 import ranks as pool
 import torch
 import trl
+from language_models import WORDS, model_of
 from launched import (
     BATCH,
     PLANS,
@@ -40,7 +41,7 @@ from subset import choose
 from tokenizers import Tokenizer, models
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
-from trainers import WORDS, Sentences, arguments, logged, model_of, padded
+from trainers import Sentences, arguments, logged, padded
 from transformers import (
     HfArgumentParser,
     LlamaForCausalLM,

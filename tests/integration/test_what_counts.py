@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from language_models import model_of
 from launched import PLANS, SHARES, as_launched, fresh_state, three_ranks
 from ranks import Pool
 from torch.utils.data import Dataset
-from trainers import Sentences, arguments, logged, model_of, padded
+from trainers import Sentences, arguments, logged, padded
 from transformers import (
     Trainer,
     Wav2Vec2Config,
