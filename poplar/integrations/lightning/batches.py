@@ -129,14 +129,6 @@ class EvenBatchSampler(Sampler[list[int]]):
             yield list(range(*(start + bound for bound in bounds)))
 
 
-def batch_size_of(loader: Any) -> int | None:
-    """Samples in a batch of a loader; None if they are not counted."""
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) else None
-
-
 def follows_a_plan(loader: Any) -> bool:
     """Whether the user has built the loader by a plan."""
     return isinstance(getattr(loader, "batch_sampler", None), HeteroBatchSampler) or isinstance(
@@ -150,10 +142,7 @@ def check_train_loader(loader: Any) -> None:
     Raises:
         TypeError: it chooses samples in a way that a plan cannot follow, or iterates in its own.
     """
-    if follows_a_plan(loader):
-        problem = unknown_iteration(loader)
-    else:
-        problem = _unknown_order(loader) or (None if batch_size_of(loader) else "no batch_size")
+    problem = unknown_iteration(loader) if follows_a_plan(loader) else _unknown_order(loader)
     if problem is not None:
         raise TypeError(
             f"PoplarStrategy cannot rebuild the training loader: {problem}. Use "
@@ -200,15 +189,14 @@ def even(loader: Any, rank: int, world_size: int, *, predicting: bool) -> DataLo
     Raises:
         TypeError: it chooses samples in a way that cannot be split evenly.
     """
-    problem, batch_size = _unknown_order(loader), batch_size_of(loader)
-    if problem is not None or batch_size is None:
+    if (problem := _unknown_order(loader)) is not None:
         raise TypeError(
-            f"PoplarStrategy cannot split this loader evenly: {problem or 'no batch_size'}. Use "
+            f"PoplarStrategy cannot split this loader evenly: {problem}. Use "
             "DataLoader(dataset, batch_size), or pass Trainer(use_distributed_sampler=False) and "
             "give every rank its own loader; all ranks then need the same number of batches"
         )
-    length = len(loader.dataset)
-    if getattr(loader.batch_sampler, "drop_last", False) and not predicting:
+    length, batch_size = len(loader.dataset), loader.batch_sampler.batch_size
+    if loader.batch_sampler.drop_last and not predicting:
         length -= length % batch_size
     batches: Any = EvenBatchSampler(length, batch_size, rank, world_size)
     if predicting:

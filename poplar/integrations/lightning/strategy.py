@@ -320,8 +320,9 @@ class PoplarStrategy(DDPStrategy):
         if plan.global_batch != expected:
             raise ValueError(
                 f"the plan has a global batch of {plan.global_batch}, but the Trainer has "
-                f"{expected}: batch_size {batches.batch_size_of(loader)} x accumulate_grad_batches "
-                f"{self._accumulated} x {self.world_size} devices; make them equal"
+                f"{expected}: batch_size {loader.batch_sampler.batch_size} x "
+                f"accumulate_grad_batches {self._accumulated} x {self.world_size} devices; make "
+                "them equal"
             )
 
     # The plan.
@@ -371,13 +372,12 @@ class PoplarStrategy(DDPStrategy):
         return self._train_loader
 
     def _global_batch(self, loader: Any) -> int:
-        size = batches.batch_size_of(loader)
-        assert size is not None
+        size: int = loader.batch_sampler.batch_size
         return size * self._accumulated * self.world_size
 
     def _example(self, loader: Any) -> Any:
         """The first batch of the dataset, on the device."""
-        size = min(batches.batch_size_of(loader) or 1, len(loader.dataset))
+        size = min(loader.batch_sampler.batch_size, len(loader.dataset))
         batch = loader.collate_fn([loader.dataset[index] for index in range(size)])
         assert self.lightning_module is not None
         batch = self.precision_plugin.convert_input(batch)
