@@ -418,28 +418,23 @@ def test_a_mean_over_labels_warns_once_without_its_weight(three):
 def use_wrongly(way: str) -> None:
     as_launched()
     steps = 1 if way == "batch" else 2
-    precision = "bf16" if way == "precision" else "no"
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=steps,
-        mixed_precision=precision,
         dataloader_config=DataLoaderConfiguration(split_batches=way == "split batch"),
     )
+    model, loader = a_model(), DataLoader(a_dataset(), batch_size=2)
     if way == "sampler":
         weights = torch.ones(5 * BATCH)
         sampler = torch.utils.data.WeightedRandomSampler(weights, 5 * BATCH)
         loader = DataLoader(a_dataset(), batch_size=2, sampler=sampler)
-        prepare(accelerator, a_model(), torch.optim.AdamW, loader, plan=PLANS[1], lr=0.1)
     if way == "prepared loader":
-        loader = accelerator.prepare(DataLoader(a_dataset(), batch_size=2))
-        prepare(accelerator, a_model(), torch.optim.AdamW, loader, plan=PLANS[1], lr=0.1)
+        loader = accelerator.prepare(loader)
     if way == "prepared model":
-        loader = DataLoader(a_dataset(), batch_size=2)
-        model = accelerator.prepare_model(a_model(), evaluation_mode=True)
-        prepare(accelerator, model, torch.optim.AdamW, loader, plan=PLANS[1], lr=0.1)
-    if way == "no plan":
-        loader = DataLoader(a_dataset(), batch_size=2)
-        prepare(accelerator, a_model(), torch.optim.AdamW, loader, lr=0.1)
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+    if way in ("sampler", "prepared loader", "prepared model", "no plan"):
+        plan = None if way == "no plan" else PLANS[1]
+        prepare(accelerator, model, torch.optim.AdamW, loader, plan=plan, lr=0.1)
     if way == "tuning":
         prepared(PLANS[1], accelerator, tuning={"memory_limit": "1GiB"})
     if way == "no profile":
