@@ -3,7 +3,7 @@
 Private methods of `Trainer` that it overrides: `_clip_grad_norm`, `_get_grad_norm`,
 `_track_num_input_tokens`, `_maybe_log_save_evaluate`, `_save_optimizer_and_scheduler`,
 `_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`, `_prepare_inputs`,
-`_remove_unused_columns`, `_get_collator_with_removed_columns`, `_get_train_sampler`, `_save`.
+`_get_dataloader`, `_get_train_sampler`, `_save`.
 Attributes: `_train_batch_size`, `_globalstep_last_logged`, `_tr_loss`, `_loss_shifts_labels`,
 `_gen_kwargs` (of `Seq2SeqTrainer`), `_metrics` and `_total_train_tokens` (of TRL).
 Tested with transformers 5.23, accelerate 1.15 and trl 1.16.
@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import DynamoBackend
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from transformers import PreTrainedModel, Trainer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
-from transformers.trainer_utils import seed_worker
 from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from poplar.checkpoint.files.save_job import complete_name
@@ -53,6 +51,7 @@ from poplar.integrations.transformers.loss import (
 )
 from poplar.integrations.transformers.optimizer import TrainerOptimizer
 from poplar.integrations.transformers.what_counts import WhatCounts
+from poplar.integrations.user_loader import kept_options
 from poplar.monitoring import Logger, Monitor, Progress, RunFile
 from poplar.tuning.autotune import Tuned, tune
 from poplar.values.plan import Plan
@@ -158,28 +157,18 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
     def _planned_loader(self) -> EpochLoader:
         if self.train_dataset is None:
             raise ValueError("PoplarTrainer: training requires a train_dataset")
-        dataset, self.collate_train = self._dataset_and_collator(self.train_dataset)
-        sampler = self._on_all_ranks(
-            self._sampler_and_lengths, doing="reading the samples' lengths"
+        given, sampler = self._on_all_ranks(
+            self._loader_and_sampler, doing="reading the samples' lengths"
         )
+        dataset, self.collate_train = given.dataset, given.collate_fn
         plan = self._make_plan(dataset)
-        options: dict[str, Any] = {
-            "collate_fn": CollateMicroBatches(self.collate_train, plan, self.args.process_index),
-            "num_workers": self.args.dataloader_num_workers,
-            "pin_memory": self.args.dataloader_pin_memory,
-            "persistent_workers": self.args.dataloader_persistent_workers,
-            "prefetch_factor": self.args.dataloader_prefetch_factor,
-            "multiprocessing_context": getattr(
-                self.args, "dataloader_multiprocessing_context", None
-            ),
-        }
+        collate = CollateMicroBatches(self.collate_train, plan, self.args.process_index)
+        options = kept_options(given) | {"collate_fn": collate}
         if isinstance(dataset, IterableDataset):
             self._sampler = split_stream(dataset, plan, drop_last=self.args.dataloader_drop_last)
             loader = EpochLoader(self._sampler, batch_size=None, **options)
             loader.source = dataset
             return loader
-        workers, rank = self.args.dataloader_num_workers, self.args.process_index
-        options["worker_init_fn"] = partial(seed_worker, num_workers=workers, rank=rank)
         self._sampler = EpochSampler(
             len(dataset),
             plan,
@@ -189,18 +178,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         )
         return EpochLoader(dataset, batch_sampler=self._sampler, **options)
 
-    def _dataset_and_collator(self, dataset: Any) -> tuple[Any, Collate]:
-        """The dataset without columns that the model does not take, and its collator."""
-        datasets: Any = sys.modules.get("datasets")  # imported, if this is one of its datasets
-        if datasets is not None and isinstance(dataset, datasets.Dataset):
-            dataset = self._remove_unused_columns(dataset, description="Training")
-            return dataset, self.data_collator
-        collate = self._get_collator_with_removed_columns(self.data_collator, "Training")
-        return dataset, collate
-
-    def _sampler_and_lengths(self) -> Any:
-        """The sampler that `Trainer` would use, None for a stream; sets the lengths of samples."""
-        if isinstance(self.train_dataset, IterableDataset):
+    def _loader_and_sampler(self) -> tuple[DataLoader[Any], Any]:
+        """The loader and the sampler of `Trainer`, for one process; sets the lengths of samples."""
+        dataset = self.train_dataset
+        if isinstance(dataset, IterableDataset):
             groups = self.args.train_sampling_strategy == "group_by_length"
             if self.poplar.balance_lengths or groups:
                 raise ValueError(
@@ -208,16 +189,19 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                     "'group_by_length' with an IterableDataset, whose lengths are not known before "
                     "it is read; leave them out, or pass a dataset with __len__"
                 )
-            return None
-        sampler = self._get_train_sampler(self.train_dataset)
+        alone = copy.copy(self)  # its accelerator would divide the loader among ranks
+        alone.accelerator = SimpleNamespace(prepare=lambda loader: loader)
+        loader = Trainer._get_dataloader(
+            alone, dataset, "Training", self._train_batch_size, is_training=True
+        )
+        sampler = self._get_train_sampler(dataset)
         if isinstance(sampler, LengthGroupedSampler):
             self._lengths = list(sampler.lengths)
         elif self.poplar.balance_lengths:
-            by_length = copy.copy(self)  # `Trainer` finds lengths only to group samples by them
-            by_length.args = copy.copy(self.args)
-            by_length.args.train_sampling_strategy = "group_by_length"
-            self._lengths = list(by_length._get_train_sampler(self.train_dataset).lengths)
-        return sampler
+            alone.args = copy.copy(self.args)
+            alone.args.train_sampling_strategy = "group_by_length"
+            self._lengths = list(Trainer._get_train_sampler(alone, dataset).lengths)
+        return loader, sampler
 
     def _order_of_epochs(self, length: int, sampler: Any) -> Callable[[int], Sequence[int]]:
         """The order in which `Trainer` would read the dataset, by epoch."""
