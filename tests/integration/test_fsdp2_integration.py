@@ -166,8 +166,8 @@ def raise_in_the_second_pass(job: Job) -> Failure:
         model = training.wrap(job, group=group)
         passes = fsdp2.UnequalPasses(model, job.plan)
         with harness.catching() as caught:
-            micro_batches = passes(training.part_of(job, 0), weight=job.weight)
-            for number, micro_batch in enumerate(micro_batches):
+            batch = training.part_of(job, 0)
+            for number, micro_batch in enumerate(passes(batch, weight=job.weight)):
                 loss = training.loss_fn(model, micro_batch)
                 if harness.rank() == 0 and number == 1:
                     raise KeyError("lost on rank 0")
