@@ -388,6 +388,7 @@ def train_with_a_moving_average(job: Job, make: type[nn.Module]) -> list[list[Fa
     return failures
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize(
     ("stage", "make", "state"),
     [

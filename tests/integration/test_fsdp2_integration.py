@@ -176,6 +176,7 @@ def raise_in_the_second_pass(job: Job) -> Failure:
 
 
 @pytest.mark.filterwarnings("ignore:rank .* left the loop")
+@pytest.mark.every_combination
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_that_raises_in_the_loop_stops_all_ranks(ranks: Pool, stage: int) -> None:
     job = Job("tagger", plan_of(PLANS[stage], stage))

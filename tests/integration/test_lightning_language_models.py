@@ -75,6 +75,7 @@ def train(folder: Path, kind: str, stage: int) -> dict[str, Any]:
     return {"losses": module.losses, "samples": float(run.callback_metrics["samples"])}
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize(
     ("kind", "stage"),
     choose(
