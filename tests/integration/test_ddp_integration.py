@@ -483,9 +483,7 @@ def test_autotune_refuses_what_the_engine_does_not_do() -> None:
     with pytest.raises(ValueError, match=message):
         fsdp2.autotune(nn.Linear(1, 1), training.loss_fn, {}, global_batch=4, stage=0)
     with pytest.raises(TypeError, match="communication"):
-        ddp.autotune(
-            nn.Linear(1, 1), training.loss_fn, {}, global_batch=4, communication="int8"
-        )
+        ddp.autotune(nn.Linear(1, 1), training.loss_fn, {}, global_batch=4, communication="int8")
 
 
 def none_fits() -> NoPlanFits:

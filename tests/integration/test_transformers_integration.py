@@ -862,7 +862,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dataloader_in_order=False": ({"dataloader_in_order": False}, {}),
     "dispatch_batches=True": ({"accelerator_config": {"dispatch_batches": True}}, {}),
     "does not support the sampler BatchRebalanceSampler": (
-        {"train_sampling_strategy": "batch_rebalance"},
+        {**SHARES, "train_sampling_strategy": "batch_rebalance"},
         {},
     ),
     "optimizers=": (

@@ -160,7 +160,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         given, sampler = self._on_all_ranks(
             self._loader_and_sampler, doing="reading the samples' lengths"
         )
-        dataset, self.collate_train = given.dataset, given.collate_fn
+        dataset: Any = given.dataset
+        self.collate_train = given.collate_fn
         plan = self._make_plan(dataset)
         collate = CollateMicroBatches(self.collate_train, plan, self.args.process_index)
         options = kept_options(given) | {"collate_fn": collate}
@@ -200,7 +201,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         elif self.poplar.balance_lengths:
             alone.args = copy.copy(self.args)
             alone.args.train_sampling_strategy = "group_by_length"
-            self._lengths = list(Trainer._get_train_sampler(alone, dataset).lengths)
+            by_length: Any = Trainer._get_train_sampler(alone, dataset)
+            self._lengths = list(by_length.lengths)
         return loader, sampler
 
     def _order_of_epochs(self, length: int, sampler: Any) -> Callable[[int], Sequence[int]]:
@@ -290,7 +292,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         )
         self.model.train()
         with self.pass_metrics.discarding():
-            tuned = tune(
+            return tune(
                 self.model,
                 loss,
                 example,
@@ -304,7 +306,6 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 **own,
                 **options,
             )
-        return tuned
 
     def _example(self, dataset: Any) -> tuple[Any, Sequence[int] | None, str]:
         """What is measured, the lengths for which to plan (None: its own), and a text of both.
