@@ -161,7 +161,7 @@ def mistakes(job: Job) -> list[str]:
 
 
 def raise_in_the_second_pass(job: Job) -> tuple[str, str]:
-    """The class and the message of what a loop raises in whose second pass the first rank raises."""
+    """Class and message of what a loop raises in whose second pass the first rank raises."""
     with harness.separate_group() as group:
         model = training.wrap(job, group=group)
         passes = fsdp2.UnequalPasses(model, job.plan)
