@@ -571,13 +571,16 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if found == [FOLDER]:
             load_checkpoint(folder / FOLDER, self.optimizer, state=self._state())
         elif found:
-            saved = (
-                torch.load(folder / name, map_location="cpu", weights_only=True)
-                for name in ("optimizer.pt", "scheduler.pt")
-            )
-            state, schedule = self.optimizer.states_of_trainer(*saved)
-            self.optimizer.load_state_dict(state)
-            self.lr_scheduler.load_state_dict(schedule)
+            states: list[Any] = []
+
+            def read() -> None:
+                files = (_loaded(folder / name) for name in ("optimizer.pt", "scheduler.pt"))
+                states.extend(self.optimizer.states_of_trainer(*files))
+
+            doing = f"reading the state of the optimizer in {checkpoint!r}"
+            transfer_on_all_ranks(self.optimizer.control, self.args.device, read, doing=doing)
+            self.optimizer.load_state_dict(states[0])
+            self.lr_scheduler.load_state_dict(states[1])
         else:
             logger.warning(
                 f"{checkpoint} has no state of an optimizer (save_only_model=True?): training goes "
@@ -664,3 +667,7 @@ def _has_other_names_on_disk(model: PreTrainedModel) -> bool:
         for name, parameter in model.named_parameters()
     }
     return set(revert_weight_conversion(model, dict(weights))) != set(weights)
+
+
+def _loaded(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
