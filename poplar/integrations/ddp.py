@@ -79,6 +79,13 @@ class UnequalPasses(_UnequalPasses):
 
     def _check_model(self) -> None:
         model = self._model
+        modules = model.module.named_modules()
+        inner = [name for name, m in modules if isinstance(m, DistributedDataParallel)]
+        if inner:
+            raise TypeError(
+                f"module {inner[0] or 'module'!r} of the DDP model is wrapped a second time; wrap "
+                "the model once"
+            )
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
             raise ValueError(
                 "an optimizer runs in the backward of the DDP model, before ranks know whether all "
@@ -129,8 +136,8 @@ def autotune(
         options: further arguments of `poplar.autotune`, such as `optimizer_class`; without
             `communication` and `policy`, because DDP sends the gradients and shards nothing.
     """
-    options |= {"global_batch": global_batch}
-    return autotune_for(UnequalPasses, model, loss_fn, example_batch, stage=0, **options)
+    options = {"stage": 0, "global_batch": global_batch, **options}
+    return autotune_for(UnequalPasses, model, loss_fn, example_batch, **options)
 
 
 def reduce_zeros(model: DistributedDataParallel, was_called: bool) -> None:

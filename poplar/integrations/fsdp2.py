@@ -152,7 +152,7 @@ def autotune(
             `communication` and `policy`, because FSDP2 sends the values and shards evenly.
 
     Raises:
-        ValueError: the stage is another one.
+        ValueError: the stage is another one, or an argument asks for what FSDP2 does not do.
     """
     options |= {"stage": stage, "global_batch": global_batch}
     return autotune_for(UnequalPasses, model, loss_fn, example_batch, **options)

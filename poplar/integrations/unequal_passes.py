@@ -26,6 +26,7 @@ from poplar.integrations.own_dtype import own_dtype
 from poplar.integrations.user_step import LOOP, UserStep, outside_of_the_loop
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.tuning.autotune import autotune
+from poplar.values.communication import EXACT
 from poplar.values.errors import CollectiveTimeout, agreed, check_class, is_agreed
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.zero.agreement import caught, exchange_results
@@ -47,6 +48,9 @@ _CARRIED_OUT = frozenset(
 )
 """Fields of `Plan` that these engines carry out, that have a check of their own, or that do not
 change the gradient. All others are settings of Poplar's own engine: they must be left out."""
+_ONLY_WITH = {"policy": "even_shares", "communication": "exact"}
+"""Arguments of `poplar.autotune` that have one value here: others make plans with settings that
+these engines do not carry out."""
 
 
 class UnequalPasses:
@@ -254,6 +258,8 @@ class UnequalPasses:
     # Checks.
 
     def _check(self, batch: Any) -> None:
+        if self._step is not None:
+            self._step.check_ended()
         self._checks.open_step()
         self._check_model()
         if batch is None or pytree.samples_in(batch) == 0:
@@ -329,17 +335,15 @@ def autotune_for(
         raise ValueError(
             f"stage must be one of {list(passes.stages)} for {passes.engine}, got {stage!r}"
         )
+    for name, only in _ONLY_WITH.items():
+        if options.setdefault(name, only) not in (only, EXACT):
+            raise ValueError(
+                f"{name} must be {only!r} for {passes.engine}, got {options[name]!r}; leave it "
+                "out, or plan with poplar.autotune and train with poplar.HeteroZeroOptimizer"
+            )
     options.setdefault("compute_dtype", own_dtype(model))
     try:
-        return autotune(
-            model,
-            loss_fn,
-            example_batch,
-            stage=stage,
-            policy="even_shares",
-            communication="exact",
-            **options,
-        )
+        return autotune(model, loss_fn, example_batch, stage=stage, **options)
     except NoPlanFits as error:
         error.allow_only(passes.stages, policies=False)
         raise

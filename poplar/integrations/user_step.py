@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ class UserStep:
         self._passes, self._control = passes, passes._control
         self._rank = self._control.group.name
         self._stand_in = passes._stand_in()
+        self._loop: weakref.ref[MicroBatchLoop] | None = None
         self.loss: Tensor | float = 0.0
         """This rank's part of the weighted loss."""
         self._is_running = False
@@ -71,7 +73,8 @@ class UserStep:
 
     def enter_user_loop(self, loop: MicroBatchLoop) -> None:
         """The step has been opened, and its passes are those of `loop`."""
-        self._is_running, called = True, self._passes._called
+        self._loop, self._is_running = weakref.ref(loop), True
+        called = self._passes._called
         self._watches = [
             called.register_forward_pre_hook(self._watch_calls),
             called.register_forward_hook(self._watch_outputs),
@@ -132,6 +135,17 @@ class UserStep:
         return str(reason)
 
     # For `UnequalPasses`.
+
+    def check_ended(self) -> None:
+        """Raise if the loop of this step still runs, and abandon the step on all ranks.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        loop = self._loop() if self._loop is not None else None
+        if loop is not None and loop.is_running:
+            loop.close(_STEP_INSIDE_LOOP, why=_STEP_INSIDE_LOOP)
+            raise RuntimeError(_STEP_INSIDE_LOOP)
 
     def backward(self, loss: Tensor) -> None:
         """As `UnequalPasses.backward`."""
@@ -264,4 +278,9 @@ def outside_of_the_loop(rank: int) -> str:
 _ROUNDED = (
     "the loss has 16 bits, so its gradient, which is the weight of the pass, is rounded (bf16: by "
     "up to 0.2 %); compute the loss in fp32, for example from logits.float()"
+)
+
+_STEP_INSIDE_LOOP = (
+    "a step was started inside the loop of another step; end it first. After an exception in its "
+    "body that you handle, use `with passes(batch) as micro_batches:`, which ends it"
 )

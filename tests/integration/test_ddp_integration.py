@@ -90,6 +90,14 @@ def fail_then_train(job: Job, mistake: str) -> tuple[list[Failure], list[float]]
     return caught, [training.step_with(job, model, optimizer, passes, step) for step in steps]
 
 
+def raises_on_one_rank(job: Job, model: Any, passes: Any) -> None:
+    for number, micro_batch in enumerate(passes(training.part_of(job, 0), weight=job.weight)):
+        loss = training.loss_fn(model, micro_batch)
+        if harness.rank() == 0 and number == 1:
+            raise KeyError("lost on rank 0")
+        passes.backward(loss)
+
+
 def raises_in_a_context(job: Job, model: Any, passes: Any) -> None:
     with passes(training.part_of(job, 0), weight=job.weight) as kept:
         for number, micro_batch in enumerate(kept):
@@ -129,10 +137,21 @@ def runs_a_second_backward_itself(job: Job, model: Any, passes: Any) -> None:
             training.loss_fn(model, micro_batch).backward()
 
 
-def drops_gradients_of_earlier_passes(job: Job, model: Any, passes: Any) -> None:
+def drops_gradients_before_each_backward(job: Job, model: Any, passes: Any) -> None:
     for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
         model.zero_grad()
         passes.backward(training.loss_fn(model, micro_batch))
+
+
+def drops_gradients_after_each_backward(job: Job, model: Any, passes: Any) -> None:
+    for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+        passes.backward(training.loss_fn(model, micro_batch))
+        model.zero_grad()
+
+
+def has_a_batch_of_another_size(job: Job, model: Any, passes: Any) -> None:
+    batch = training.batch_of(job, 0) if harness.rank() == 0 else training.part_of(job, 0)
+    list(passes(batch, weight=job.weight))
 
 
 def has_an_empty_batch(job: Job, model: Any, passes: Any) -> None:
@@ -142,28 +161,42 @@ def has_an_empty_batch(job: Job, model: Any, passes: Any) -> None:
     list(passes(batch, weight=job.weight))
 
 
+def has_a_loss_that_is_no_scalar(job: Job, model: Any, passes: Any) -> None:
+    for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+        loss = training.loss_fn(model, micro_batch)
+        passes.backward(loss.expand(3) if harness.rank() == 0 else loss)
+
+
 LOOPS = {
     function.__name__: function
     for function in (
+        raises_on_one_rank,
         raises_in_a_context,
         calls_backward_of_the_loss,
         calls_no_backward,
         runs_the_unwrapped_model,
         calls_backward_twice,
         runs_a_second_backward_itself,
-        drops_gradients_of_earlier_passes,
+        drops_gradients_before_each_backward,
+        drops_gradients_after_each_backward,
+        has_a_batch_of_another_size,
         has_an_empty_batch,
+        has_a_loss_that_is_no_scalar,
     )
 }
 MESSAGES = {
+    "raises_on_one_rank": "rank 0 left the loop over its passes",
     "raises_in_a_context": "before its end: KeyError: 'lost on rank 0'",
     "calls_backward_of_the_loss": "did not call passes.backward(loss)",
     "calls_no_backward": "did not call passes.backward(loss)",
     "runs_the_unwrapped_model": "compute the loss with that model",
     "calls_backward_twice": "rank 0 left the loop over its passes",
     "runs_a_second_backward_itself": "rank 0 left the loop over its passes",
-    "drops_gradients_of_earlier_passes": "rank 0 left the loop over its passes",
+    "drops_gradients_before_each_backward": "rank 0 left the loop over its passes",
+    "drops_gradients_after_each_backward": "call step() and zero_grad() after the loop",
+    "has_a_batch_of_another_size": "but the plan gives this rank 3",
     "has_an_empty_batch": "a rank without samples in the plan passes one sample",
+    "has_a_loss_that_is_no_scalar": "rank 0 left the loop over its passes",
 }
 
 
@@ -265,6 +298,37 @@ def last_backward_begins(job: Job) -> bool:
 
 def test_a_rank_with_fewer_passes_does_not_wait_to_begin_its_last_backward(ranks: Pool) -> None:
     assert ranks.run(last_backward_begins, Job("tagger", ONE_WITHOUT_SAMPLES), ranks=3)[0]
+
+
+def keep_the_iterator_of_a_failed_loop(job: Job) -> tuple[list[str], list[float]]:
+    """The messages of a loop that fails on rank 0 and of the step after it; then a training."""
+    model = training.wrap(job)
+    optimizer = training.optimizer_of(job, model)
+    passes = ddp.UnequalPasses(model, job.plan)
+    kept = passes(training.part_of(job, 0), weight=job.weight)
+    messages = []
+    with harness.catching() as caught:
+        for number, micro_batch in enumerate(kept):
+            loss = training.loss_fn(model, micro_batch)
+            if harness.rank() == 0 and number == 1:
+                raise KeyError("lost on rank 0")
+            passes.backward(loss)
+    messages.append(caught[0].message)
+    with harness.catching() as caught:
+        training.step_with(job, model, optimizer, passes, 0)
+    messages.append(caught[0].message)
+    steps = range(job.steps)
+    return messages, [training.step_with(job, model, optimizer, passes, step) for step in steps]
+
+
+@pytest.mark.filterwarnings("ignore:rank 0 left the loop")
+def test_a_kept_iterator_ends_when_the_next_step_begins(ranks: Pool) -> None:
+    job = Job("tagger", ONE_WITHOUT_SAMPLES, steps=2)
+    answers = ranks.run(keep_the_iterator_of_a_failed_loop, job, ranks=3)
+    for messages, _ in answers:
+        assert "use `with passes(batch) as micro_batches:`" in messages[1]
+    assert "rank 0 left the loop over its passes" in answers[1][0][0]
+    assert_equal_losses([losses for _, losses in answers], job)
 
 
 def warnings_of_a_16_bit_loss(job: Job, dtype: torch.dtype) -> int:
@@ -388,21 +452,20 @@ def train_with_a_moving_average(job: Job, make: type[nn.Module]) -> list[list[Fa
     return failures
 
 
-@pytest.mark.every_combination
-@pytest.mark.parametrize(
-    ("stage", "make", "state"),
-    [
-        (0, Normalizing, "buffer"),  # of DDP
-        (0, NormalizingByParameter, "parameter"),
-        (1, Normalizing, "buffer"),  # of FSDP2
-    ],
-)
-def test_state_that_forwards_write_from_samples_raises_unless_allowed(
-    ranks: Pool, stage: int, make: type[nn.Module], state: str
-) -> None:
-    job = Job("tagger", replace(UNEQUAL, stage=stage))
-    for refused, allowed in ranks.run(train_with_a_moving_average, job, make, ranks=3):
-        assert f"{state} 'scale' differs" in refused[0].message
+def test_buffers_that_forwards_write_from_samples_raise_unless_allowed(ranks: Pool) -> None:
+    for plan in (UNEQUAL, replace(UNEQUAL, stage=1)):  # of DDP and of FSDP2
+        job = Job("tagger", plan)
+        for refused, allowed in ranks.run(train_with_a_moving_average, job, Normalizing, ranks=3):
+            assert "buffer 'scale' differs" in refused[0].message
+            assert allowed == []
+
+
+def test_frozen_parameters_that_forwards_write_raise_unless_allowed(ranks: Pool) -> None:
+    job = Job("tagger", UNEQUAL)
+    for refused, allowed in ranks.run(
+        train_with_a_moving_average, job, NormalizingByParameter, ranks=3
+    ):
+        assert "parameter 'scale' differs" in refused[0].message
         assert allowed == []
 
 
@@ -433,6 +496,7 @@ def wrong_constructions() -> list[str]:
     stepping = training.wrap(Job("tagger", UNEQUAL))
     _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
     cases: list[tuple[Any, Any]] = [
+        (DistributedDataParallel(wrapped, process_group=group), UNEQUAL),
         (DistributedDataParallel(plain, process_group=group, static_graph=True), UNEQUAL),
         (stepping, UNEQUAL),
         (DistributedDataParallel(nn.Embedding(4, 2, max_norm=1), process_group=group), UNEQUAL),
@@ -455,6 +519,7 @@ def wrong_constructions() -> list[str]:
 
 def test_wrong_models_and_plans_raise_with_the_fix(ranks: Pool) -> None:
     expected = [
+        "wrapped a second time",
         "static_graph=True fails",
         "an optimizer runs in the backward of the DDP model",
         "has max_norm=1, so its forwards write",
@@ -478,12 +543,21 @@ def test_a_plan_may_name_a_transport_which_changes_no_gradient(ranks: Pool) -> N
     assert_equal_losses(ranks.run(training.train, job, ranks=3), job)
 
 
-def test_autotune_refuses_what_the_engine_does_not_do() -> None:
-    message = re.escape("stage must be one of [1, 2, 3] for FSDP2, got 0")
-    with pytest.raises(ValueError, match=message):
-        fsdp2.autotune(nn.Linear(1, 1), training.loss_fn, {}, global_batch=4, stage=0)
-    with pytest.raises(TypeError, match="communication"):
-        ddp.autotune(nn.Linear(1, 1), training.loss_fn, {}, global_batch=4, communication="int8")
+@pytest.mark.parametrize(
+    ("engine", "options", "message"),
+    [
+        (ddp, {"communication": "int8"}, "communication must be 'exact' for DDP, got 'int8'"),
+        (fsdp2, {"communication": "auto"}, "communication must be 'exact' for FSDP2, got 'auto'"),
+        (ddp, {"policy": "exact"}, "policy must be 'even_shares' for DDP, got 'exact'"),
+        (ddp, {"stage": 2}, "stage must be one of [0] for DDP, got 2"),
+        (fsdp2, {"stage": 0}, "stage must be one of [1, 2, 3] for FSDP2, got 0"),
+    ],
+)
+def test_autotune_refuses_what_the_engine_does_not_do(
+    engine: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        engine.autotune(torch.nn.Linear(1, 1), training.loss_fn, {}, global_batch=4, **options)
 
 
 def none_fits() -> NoPlanFits:

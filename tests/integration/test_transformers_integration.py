@@ -64,6 +64,7 @@ from poplar.integrations.transformers import (
     PoplarTrainer,
     PoplarTrainerMixin,
 )
+from poplar.integrations.transformers import trainer as trainer_module
 from poplar.integrations.transformers.loss import own_mean_weight
 from poplar.integrations.transformers.trainer import RUN_FILE, _length
 from poplar.monitoring import JsonLines, RunRecord
@@ -814,6 +815,27 @@ def test_goes_on_from_a_checkpoint_of_trainer(three, tmp_path, name, stage):
         )
 
 
+def load_slowly(folder: str) -> None:
+    """Rank 0 needs longer for its files than the timeout of the ranks."""
+    load, timeout = trainer_module._loaded, timedelta(seconds=2)
+
+    def slow(path: Path) -> Any:
+        if pool.rank() == 0:
+            write_for_a_while(timeout)
+        return load(path)
+
+    trainer = a_trainer_before_its_first_step(folder, PLANS[1], timeout=timeout.total_seconds())
+    trainer.create_scheduler(6)
+    with mock.patch.object(trainer_module, "_loaded", slow):
+        trainer._load_optimizer_and_scheduler(f"{folder}/checkpoint-1")
+    assert trainer.lr_scheduler.last_epoch == 1, "as saved"
+
+
+def test_reading_a_checkpoint_of_trainer_waits_for_the_slowest_rank(three, tmp_path):
+    alone_trained(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    three.run(load_slowly, str(tmp_path))
+
+
 def resume_with_other_adapters(folder: str) -> None:
     options = {"r": 4, "target_modules": ["q_proj"]}
     model = peft.get_peft_model(model_of("llama"), peft.LoraConfig(**options))
@@ -861,7 +883,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16_full_eval": ({"bf16_full_eval": True}, {}),
     "dataloader_in_order=False": ({"dataloader_in_order": False}, {}),
     "dispatch_batches=True": ({"accelerator_config": {"dispatch_batches": True}}, {}),
-    "does not support the sampler BatchRebalanceSampler": (
+    "train_sampling_strategy='batch_rebalance'": (
         {**SHARES, "train_sampling_strategy": "batch_rebalance"},
         {},
     ),

@@ -110,6 +110,16 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(three, tmp_path, name
         assert counted == NAMES[name]
 
 
+class CountsLabels(PoplarTrainer):
+    def loss_weight(self, inputs: Any) -> float:
+        return float(inputs["labels"].ne(-100).sum())
+
+
+class CountsSamples(PoplarTrainer):
+    def loss_weight(self, inputs: Any) -> float:
+        return float(len(inputs["labels"]))
+
+
 def warnings_of(trainer_class: Any, name: str, folder: str) -> list[str]:
     as_launched()
     messages: list[str] = []
@@ -126,6 +136,17 @@ def warnings_of(trainer_class: Any, name: str, folder: str) -> list[str]:
     finally:
         logger.removeHandler(listener)
     return messages
+
+
+def test_a_wrong_loss_weight_of_the_user_warns(three, tmp_path):
+    for trainer_class, name, text in (
+        (CountsLabels, "mean", "a mean over samples"),
+        (CountsSamples, "sum", "a sum over samples"),
+    ):
+        (message,), *others = three.run(warnings_of, trainer_class, name, str(tmp_path))
+        assert f"{text}, but loss_weight(inputs) of the trainer" in message
+        assert others == [[], []]
+    assert three.run(warnings_of, CountsSamples, "mean", str(tmp_path)) == [[], [], []]
 
 
 class NotFiniteAtFirst(PoplarTrainer):

@@ -95,6 +95,10 @@ def _of_arguments(args: Any) -> Iterator[str]:
             "fp16_full_eval and bf16_full_eval, which cast the parameters: use bf16=True or "
             "fp16=True (autocast)"
         )
+    if args.save_on_each_node:
+        yield "save_on_each_node=True: checkpoints need an output_dir that all ranks see"
+    if getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
+        yield "train_sampling_strategy='batch_rebalance': the plan balances ranks; leave it out"
     if not getattr(args, "dataloader_in_order", True):
         yield (
             "dataloader_in_order=False: ranks would train on parts of different global batches; "

@@ -2,8 +2,8 @@
 
 Private methods of `Trainer` that it overrides: `_clip_grad_norm`, `_get_grad_norm`,
 `_track_num_input_tokens`, `_maybe_log_save_evaluate`, `_save_optimizer_and_scheduler`,
-`_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`, `_prepare_inputs`,
-`_get_dataloader`, `_get_train_sampler`, `_save`.
+`_load_from_checkpoint`, `_load_optimizer_and_scheduler`. That it calls: `_get_num_items_in_batch`,
+`_prepare_inputs`, `_get_dataloader`, `_get_train_sampler`, `_save`.
 Attributes: `_train_batch_size`, `_globalstep_last_logged`, `_tr_loss`, `_loss_shifts_labels`,
 `_gen_kwargs` (of `Seq2SeqTrainer`), `_metrics` and `_total_train_tokens` (of TRL).
 Tested with transformers 5.23, accelerate 1.15 and trl 1.16.
@@ -553,6 +553,14 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         """Every rank writes its part of the state of training. Collective."""
         folder = Path(output_dir) / FOLDER
         save_now(folder, self.optimizer, state=self._state(), replaces=True)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        self._on_all_ranks(
+            lambda: super(PoplarTrainerMixin, self)._load_from_checkpoint(
+                resume_from_checkpoint, *args, **kwargs
+            ),
+            doing=f"loading the model of {str(resume_from_checkpoint)!r}",
+        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what `_save_optimizer_and_scheduler`, or `Trainer`, has saved. Collective."""

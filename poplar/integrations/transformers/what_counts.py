@@ -43,11 +43,11 @@ class WhatCounts:
         """
         Args:
             trainer: whose loss it is.
-            given: the user says by an own `loss_weight` what counts, so nothing is looked at.
+            given: the user says by an own `loss_weight` what counts, which is only checked.
         """
-        self._trainer = trainer
+        self._trainer, self._given = trainer, given
         self._uses_items: bool | None = None
-        self._looks_left = 0 if given else MOST_LOOKS
+        self._looks_left = MOST_LOOKS
         self.name: Name = "items"
         """The loss is the mean over them, or the sum over samples."""
 
@@ -56,13 +56,13 @@ class WhatCounts:
 
         A loss that raises only in evaluation mode tells nothing; the step raises other errors.
         """
-        self._trainer.optimizer._training.checks.loss.skip()  # this class checks the weight
         if not self._looks_left:
             return
         self._looks_left -= 1
+        self._trainer.optimizer._training.checks.loss.skip()  # this class checks the weight
         try:
             with self._trainer.pass_metrics.discarding():
-                if self._uses_items is None:
+                if self._uses_items is None and not self._given:
                     self._uses_items = self._changes_with_items(batch)
                     if self._uses_items is None:
                         return
@@ -74,15 +74,30 @@ class WhatCounts:
         if {"items", "samples"} <= fits:
             return
         self._looks_left = 0
-        if fits:
-            self.name = next(name for name in _NAMES if name in fits)
-        elif self._trainer.is_world_process_zero():
-            logger.warning(
-                "the loss does not use num_items_in_batch, and it cannot be told what it is a mean "
-                "over. It is weighted as a mean over the labels that are not -100, or over samples "
-                "with one label each. If it is another mean, override loss_weight(inputs) of the "
-                "trainer; if it is a sum, make it a mean (ctc_loss_reduction='mean')"
+        if not self._given:
+            self._decide(fits)
+        elif fits and "items" not in fits:
+            over = "mean over" if "samples" in fits else "sum over"
+            self._warn(
+                f"the loss is a {over} samples, but loss_weight(inputs) of the trainer counts "
+                "something else, so the gradient is wrong; leave out loss_weight"
             )
+
+    def _decide(self, fits: set[str]) -> None:
+        for name in _NAMES:
+            if name in fits:
+                self.name = name
+                return
+        self._warn(
+            "the loss does not use num_items_in_batch, and it cannot be told what it is a mean "
+            "over. It is weighted as a mean over the labels that are not -100, or over samples "
+            "with one label each. If it is another mean, override loss_weight(inputs) of the "
+            "trainer; if it is a sum, make it a mean (ctc_loss_reduction='mean')"
+        )
+
+    def _warn(self, message: str) -> None:
+        if self._trainer.is_world_process_zero():
+            logger.warning(message)
 
     def _changes_with_items(self, batch: MicroBatches) -> bool | None:
         """Whether the loss is another one with twice the number of items. Collective.
