@@ -90,12 +90,16 @@ class UserStep:
         """End the pass of the body, if there is one.
 
         Raises:
-            RuntimeError: it had no backward.
+            RuntimeError: it had no backward, or gradients of earlier passes were dropped.
         """
-        if self._open is not None:
-            error = RuntimeError(self._without_backward())
+        try:
+            if self._open is not None:
+                raise RuntimeError(self._without_backward())
+            if rest:
+                self._check_gradients_are_kept()
+        except RuntimeError as error:
             self.abandon(rest, error)
-            raise error
+            raise
         self._context.close()
 
     def finish_user_passes(self) -> None:
@@ -167,11 +171,7 @@ class UserStep:
                 "with that model, and give UnequalPasses the compiled one if you compile it"
             )
         check_scalar(loss, prefix=f"rank {self._rank}: ")
-        if self._holding is not None and self._holding.grad is None:
-            raise RuntimeError(
-                f"rank {self._rank}: zero_grad() inside of the loop dropped the gradients of this "
-                "step's earlier passes, which add up; call step() and zero_grad() after the loop"
-            )
+        self._check_gradients_are_kept()
         self._in_last_backward = micro_batch.last
         self._in_backward = True
         try:
@@ -225,6 +225,14 @@ class UserStep:
             "gradient of this pass its weight; call it instead of loss.backward(), once for each "
             "micro-batch"
         )
+
+    def _check_gradients_are_kept(self) -> None:
+        """Raise if the loop body has dropped the gradients of the passes before."""
+        if self._holding is not None and self._holding.grad is None:
+            raise RuntimeError(
+                f"rank {self._rank}: zero_grad() inside of the loop dropped the gradients of this "
+                "step's earlier passes, which add up; call step() and zero_grad() after the loop"
+            )
 
 
 @contextmanager
