@@ -108,19 +108,23 @@ def plain_optimizer_state(opened: OpenedCheckpoint) -> dict[str, Any]:
 
 def _to_safetensors(opened: OpenedCheckpoint, output: Path, dtype: Dtype) -> None:
     tied = _tied(opened)
-    tensors = [(name, _described(opened, name, dtype)) for name in _names(opened)]
-    for name, like in tensors:
-        if like is None or like.dtype not in DTYPES:
-            kind = "not a tensor" if like is None else like.dtype
+    tensors: list[tuple[str, Tensor]] = []
+    for name in _names(opened):
+        found = opened.tensor(name)
+        written = None if found is None else _dtype(opened, name, found.properties.dtype, dtype)
+        if found is None or written not in DTYPES:
+            kind = "not a tensor" if found is None else written
             raise TypeError(
                 f"{opened.folder}: {name!r} is {kind}, which safetensors cannot store; convert to "
                 "torch"
             )
-    kept = [(n.removeprefix("model."), t) for n, t in tensors if t is not None and n not in tied]
+        if name not in tied:
+            like = torch.empty(found.size, dtype=written, device="meta")
+            tensors.append((name.removeprefix("model."), like))
     short = {a.removeprefix("model."): b.removeprefix("model.") for a, b in tied.items()}
-    writer = Writer(output, kept, short)
+    writer = Writer(output, tensors, short)
     try:
-        for name, _ in kept:
+        for name, _ in tensors:
             writer.write(name, _value(opened, f"model.{name}", dtype))
         writer.finish()
         writer.publish()
@@ -147,29 +151,20 @@ def _tied(opened: OpenedCheckpoint) -> Mapping[str, str]:
     return tied
 
 
-def _described(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> Tensor | None:
-    """A tensor without memory of the shape and dtype that is written."""
-    found = opened.tensor(name)
-    if found is None:
-        return None
-    return torch.empty(found.size, dtype=_dtype(opened, name, dtype), device="meta")
-
-
-def _dtype(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> torch.dtype:
-    found = opened.tensor(name)
-    assert found is not None
-    stored: torch.dtype = found.properties.dtype
+def _dtype(opened: OpenedCheckpoint, name: str, stored: torch.dtype, dtype: Dtype) -> torch.dtype:
+    """That in which a weight is written, given that in which it is stored."""
     if dtype == "stored" or opened.manifest is None:
         return stored
     computing = opened.manifest.computes_in.get(name.removeprefix("model."))
-    found_dtype: torch.dtype = stored if computing is None else getattr(torch, computing)
-    return found_dtype
+    found: torch.dtype = stored if computing is None else getattr(torch, computing)
+    return found
 
 
 def _value(opened: OpenedCheckpoint, name: str, dtype: Dtype) -> Any:
     found = opened.tensor(name)
     if found is None:
         return opened.value(name)
-    value = opened.empty(name, _dtype(opened, name, dtype))
+    written = _dtype(opened, name, found.properties.dtype, dtype)
+    value = torch.empty(found.size, dtype=written, device="cpu")
     opened.read_into({name: value})
     return value

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from poplar.checkpoint.collection import no_garbage_collection
-from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.files.transfers import transfer_on_all_ranks
 from poplar.checkpoint.frozen_base import base_of, check_base, description_of
-from poplar.checkpoint.random_state import check_random_state, set_random_state
+from poplar.checkpoint.random_state import set_random_state
 from poplar.checkpoint.save import RANK, SCALER, STATE
 from poplar.checkpoint.saved_names import check_model, read_groups, saved_optimizer_keys
 from poplar.checkpoint.state_dicts.loaded_state import LoadedState, send_values
@@ -44,7 +43,6 @@ from poplar.checkpoint.training_state import (
     stored_values,
 )
 from poplar.system.storage import separate_elements
-from poplar.values.errors import DamagedCheckpoint
 from poplar.zero.absent_parameter import AbsentValues
 from poplar.zero.agreement import caught, run_on_all_ranks
 from poplar.zero.collective_calls import ForAllRanks, LeftOutCalls
@@ -206,27 +204,18 @@ class Load:
         as_many = manifest is not None and manifest.world_size == parts.engine.control.group.size
         self._own = opened.value(own) if as_many else None
         if self._own is not None:
-            self._check_own(own, self._own)
+            self._check_own(own, self._own["buffers"])
         self._steps = opened.value(STEPS) if STEPS in opened.described else None
-        if self._steps is not None and not (isinstance(self._steps, int) and self._steps >= 0):
-            raise DamagedCheckpoint(opened.folder / METADATA, f"{STEPS!r} is {self._steps!r}")
         has_scaler = parts.scaler is not None and SCALER in opened.described
         self._scaler = opened.value(SCALER) if has_scaler else None
 
-    def _check_own(self, name: str, own: Any) -> None:
-        """Check random states and own buffers, which are set after values have changed."""
+    def _check_own(self, name: str, found: Mapping[str, Any]) -> None:
+        """Check the buffers and extra states that only this rank has, which are set last."""
         buffers = saved_buffers(self.parts.engine.model)
-        try:
-            check_random_state(own["random"])
-            found = own["buffers"]  # earlier versions saved those that are in no state dict, too
-            self._own_buffers = {n: (buffers[n], found[n]) for n in found.keys() & buffers.keys()}
-            fits = all(own.shape == value.shape for own, value in self._own_buffers.values())
-            self._extra_states |= {n: v for n, v in found.items() if n in self._extra_states}
-        except Exception as error:  # content of any types
-            raise DamagedCheckpoint(
-                self.opened.folder / METADATA, f"{name!r} is not the state of a rank ({error!r})"
-            ) from error
-        if not fits:
+        # Earlier versions saved those that are in no state dict, too.
+        self._own_buffers = {n: (buffers[n], found[n]) for n in found.keys() & buffers.keys()}
+        self._extra_states |= {n: v for n, v in found.items() if n in self._extra_states}
+        if any(own.shape != value.shape for own, value in self._own_buffers.values()):
             raise ValueError(
                 f"{self.opened.folder} is of another model: {name!r} has other buffers"
             )

@@ -33,9 +33,3 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
             return
         kind, keys, *rest = state["numpy"]
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
-
-
-def check_random_state(state: dict[str, Any]) -> None:
-    """Raise an error unless this is the result of `random_state`; nothing changes."""
-    random.Random().setstate(state["python"])
-    torch.Generator("cpu").set_state(state["torch"])

@@ -200,7 +200,7 @@ def checksum(folder: Path, name: str) -> Stored:
         DamagedCheckpoint: as `open_stored`.
     """
     buffer, length, crc = bytearray(_READ_BYTES), 0, 0
-    with os.fdopen(open_stored(folder, name), "rb", buffering=0) as file:
+    with open_stored(folder, name) as file:
         while count := file.readinto(buffer):
             length, crc = length + count, crc32c(memoryview(buffer)[:count], crc)
     return Stored(length, crc)

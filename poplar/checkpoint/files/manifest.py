@@ -107,11 +107,8 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         DamagedCheckpoint: one is missing, has another size, or is no regular file in the folder.
     """
     for name, stored in manifest.files.items():
-        descriptor = open_stored(folder, name)
-        try:
-            found = os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
+        with open_stored(folder, name) as file:
+            found = os.fstat(file.fileno()).st_size
         if found != stored.length:
             raise DamagedCheckpoint(
                 folder / name, f"it has {found} bytes, but {stored.length} were written"

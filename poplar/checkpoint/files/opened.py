@@ -76,13 +76,11 @@ class OpenedCheckpoint:
         self.paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
         """By name, its place in the nested form."""
         if self.manifest is not None:
-            self._check_against(self.manifest)
+            self._check_checksums(self.manifest)
         self._weights_only = weights_only
 
-    def _check_against(self, manifest: Manifest) -> None:
-        """Check what Poplar writes: all values have a path, and are in files with checksums."""
-        if not self.described.keys() <= self.paths.keys():
-            raise DamagedCheckpoint(self.folder / METADATA, "it has no nested form of some values")
+    def _check_checksums(self, manifest: Manifest) -> None:
+        """Check that all values are in files with checksums."""
         for index, place in self.metadata.storage_data.items():
             if place.relative_path not in manifest.files:
                 raise DamagedCheckpoint(
@@ -125,24 +123,10 @@ class OpenedCheckpoint:
         described = self.tensor(name)
         if described is None:
             return self._read_value(MetadataIndex(name))
-        value = self.empty(name, described.properties.dtype)
+        dtype = described.properties.dtype
+        value = torch.empty(described.size, dtype=dtype, device="cpu")
         self.read_into({name: value})
         return value
-
-    def empty(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Memory on the CPU for a tensor.
-
-        Raises:
-            ValueError: torch cannot allocate it.
-        """
-        size = self.described[name].size
-        try:
-            return torch.empty(size, dtype=dtype, device="cpu")
-        except (RuntimeError, NotImplementedError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f"{self.folder}: no memory for {name!r}, {dtype} of shape {tuple(size)}: {reason}"
-            ) from error
 
     def whole_value(self, path: tuple[str | int, ...]) -> Any:
         """A value of any content, by its place in the nested form.
@@ -185,7 +169,7 @@ class OpenedCheckpoint:
         try:
             items.sort(key=lambda item: self._place(item.storage_index)[:2])
             for name, of_file in groupby(items, lambda item: self._place(item.storage_index)[0]):
-                with os.fdopen(open_stored(self.folder, name), "rb") as file:
+                with open_stored(self.folder, name) as file:
                     for item in of_file:
                         self._read_item(file, item, targets[item.dest_index.fqn])
         except DamagedCheckpoint:
@@ -222,7 +206,7 @@ class OpenedCheckpoint:
     def _read_value(self, index: MetadataIndex) -> Any:
         file_name, offset, length = self._place(index)
         path = self.folder / file_name
-        with os.fdopen(open_stored(self.folder, file_name), "rb") as file:
+        with open_stored(self.folder, file_name) as file:
             if offset + length > os.fstat(file.fileno()).st_size:
                 raise DamagedCheckpoint(path, f"it has no byte {offset + length - 1}")
             file.seek(offset)
