@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from poplar.checkpoint.files.savers import claim
 from poplar.checkpoint.load import Load, load_as, load_now
 from poplar.checkpoint.save import Saver
 from poplar.checkpoint.training_state import Checkpointed
+from poplar.values.schema import Count, checked
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.collective_calls import CollectiveCalls, collective
 
@@ -96,7 +96,7 @@ class CheckpointManager:
         control = parts.engine.control
 
         def prepare() -> int:
-            number = checked_step(step)
+            number: int = checked(Count, step, "step")
             claim(self.folder, self, advice="give each CheckpointManager another folder")
             if control.group.rank == 0:
                 self._clean()
@@ -204,13 +204,3 @@ class CheckpointManager:
         for old in (aside, replaced_name(path)):
             with contextlib.suppress(OSError):
                 remove(old)
-
-
-def checked_step(step: int) -> int:
-    """The step as a plain number, which JSON has."""
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise TypeError(f"step must be a whole number, got {step!r}")
-    number = operator.index(step)
-    if not 0 <= number < 2**63:  # what can be loaded again
-        raise ValueError(f"step must be at least 0 and below 2**63, got {number}")
-    return number

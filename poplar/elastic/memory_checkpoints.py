@@ -22,7 +22,6 @@ from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.files.savers import claim, release
 from poplar.checkpoint.frozen_base import saves_base
 from poplar.checkpoint.load import Load, load_as, load_opened
-from poplar.checkpoint.manager import checked_step
 from poplar.checkpoint.save import RANK, content_of, manifest_of
 from poplar.checkpoint.save_plan import Content, check_equal_state
 from poplar.checkpoint.saved_values import State
@@ -33,6 +32,7 @@ from poplar.elastic.agent_folder import agent_folder, private_folder
 from poplar.elastic.memory_state import MemoryState, files_in, find, newest_whole, path_of
 from poplar.elastic.shard_file import START, Description, Mark, ShardFile, mark_in, write_shard
 from poplar.values.errors import agreed
+from poplar.values.schema import Count, checked
 from poplar.zero.agreement import exchange_results, run_on_all_ranks
 from poplar.zero.collective_calls import CollectiveCalls, collective
 
@@ -116,7 +116,8 @@ class MemoryCheckpoints:
         def check() -> int:
             check_idle(parts, _SAVING)
             claim(self.folder, self, advice="give each of them another name=")
-            return checked_step(step)
+            number: int = checked(Count, step, "step")
+            return number
 
         self._slots_of(parts).save(parts, check, self._state)
 

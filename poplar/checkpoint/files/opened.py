@@ -35,6 +35,7 @@ from poplar.checkpoint.files.stored_files import open_stored
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.comm import Control
 from poplar.system.out_of_memory import is_out_of_memory
+from poplar.system.storage import has_plain_elements
 from poplar.values.errors import DamagedCheckpoint
 
 PRIVATE = "poplar."
@@ -190,8 +191,9 @@ class OpenedCheckpoint:
         file_name, offset, length = self._place(index)
         box = find_state_dict_object({item.dest_index.fqn: target}, item.dest_index)
         wanted = narrow_tensor_by_index(box.detach(), item.dest_offsets, item.lengths)
-        is_whole = (wanted.dtype, wanted.shape) == (dtype, sizes) and _is_plain(wanted)
-        stored = wanted if is_whole else torch.empty(sizes, dtype=dtype, device="cpu")
+        is_same = (wanted.dtype, wanted.shape) == (dtype, sizes) and has_plain_elements(wanted)
+        in_place = is_same and type(wanted) is Tensor and wanted.is_cpu and wanted.is_contiguous()
+        stored = wanted if in_place else torch.empty(sizes, dtype=dtype, device="cpu")
         if not read_tensor(file, offset, stored):
             view: Any = _create_file_view(file, offset, length)
             stored = torch.load(view, map_location="cpu", weights_only=True)
@@ -244,13 +246,6 @@ class OpenedCheckpoint:
                 f"it has {count} of the {local.numel()} elements of {name!r} that were read",
             )
         return items
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor are its memory on the host, in order."""
-    has_other_elements = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
-    is_in_order = type(tensor) is Tensor and tensor.is_cpu and tensor.is_contiguous()
-    return is_in_order and not has_other_elements
 
 
 def _not_a_checkpoint(folder: Path) -> str:
