@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import builtins
+import copyreg
 import dataclasses
 import json
 import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import mutated_checkpoints as mutated
-import pybind11
 import pytest
 import ranks as harness
 import torch
-from mutated_checkpoints import MANIFEST, METADATA, outcome, sign
 from ranks import Pool
 from safetensors.torch import save_file
 from subset import choose
 from test_checkpoint_safety import TWO, save_two
 from test_checkpoints import build
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from typer.testing import CliRunner
 
 import poplar
 from poplar import Plan
+from poplar._core import crc32c
 from poplar.checkpoint.conversion import convert
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.cli.app import app
@@ -41,7 +37,7 @@ from poplar.values.formatting import printable
 from poplar.values.profile import ClusterProfile
 from poplar.zero.weights.weight_files import WeightFiles
 
-ROOT = Path(__file__).resolve().parents[2]
+MANIFEST, METADATA = "poplar.json", ".metadata"
 SECONDS = 120.0
 
 
@@ -71,6 +67,18 @@ def nothing_waits() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+def sign(folder: Path, content: dict[str, Any] | None = None) -> None:
+    """Write a manifest with right checksums for the files as they are, as a forger does."""
+    if content is None:
+        content = json.loads((folder / MANIFEST).read_text())
+        for name, stored in content["files"].items():
+            data = (folder / name).read_bytes()
+            stored[:] = len(data), crc32c(data)
+    content.pop("crc32c", None)
+    text = json.dumps(content, sort_keys=True)
+    (folder / MANIFEST).write_text(f'{{"crc32c": {crc32c(text.encode())}, {text[1:]}\n')
+
+
 def refused(folder: Path, file: str) -> str:
     """What is said of a damaged checkpoint; it names the file."""
     with pytest.raises(DamagedCheckpoint) as caught:
@@ -89,14 +97,6 @@ class Call:
         return self._call
 
 
-def nested_tuple(depth: int) -> tuple[Any, ...]:
-    """A small pickle of which the hash and the text take exponential time."""
-    value: tuple[Any, ...] = ()
-    for _ in range(depth):
-        value = (value, value)
-    return value
-
-
 def hidden_in(metadata: Any, value: Any, place: str) -> Any:
     """Metadata with a value in one of its places."""
     if place == "instead":
@@ -111,42 +111,57 @@ def hidden_in(metadata: Any, value: Any, place: str) -> Any:
     return dataclasses.replace(metadata, storage_data={index: metadata.storage_data})
 
 
-@pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("place", ["instead", "path", "description", "index"])
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_metadata_runs_nothing(copy: Path, signed: bool, place: str, protocol: int) -> None:
+def test_metadata_runs_nothing(copy: Path, place: str, protocol: int) -> None:
     mark = copy.parent / "ran"
     calls = (
         Call(os.system, f"touch {mark}"),
         Call(exec, f"open({str(mark)!r}, 'w')"),
         Call(builtins.getattr, Call(__import__, "os"), "system"),
         Call(torch.load, str(mark)),
-        Call(torch.Size, nested_tuple(60)),
-        nested_tuple(60),
     )
     content = pickle.loads((copy / METADATA).read_bytes())
     for call in calls:
         hidden = hidden_in(content, call, place)
         (copy / METADATA).write_bytes(pickle.dumps(hidden, protocol))
-        sign(copy) if signed else (copy / MANIFEST).unlink(missing_ok=True)
-        assert "not the metadata of a checkpoint" in refused(copy, METADATA)
+        sign(copy)
+        assert "which is no part of metadata; nothing ran" in refused(copy, METADATA)
     assert not mark.exists()
 
 
 @pytest.mark.parametrize(
-    "pickled",
-    [
-        b"\x80\x04N\x8e\xff\xff\xff\xff\xff\xff\x00\x00.",  # bytes of a length that the file lacks
-        b"\x80\x02Nr\xff\xff\xff\x7f.",  # a memo of 16 GiB
-        b"\x80\x04" + b"(" * 100_000 + b".",
-        b"\x80\x04\x8c\x05torch\x8c\x04load\x93.",
-        b"",
-    ],
+    ("module", "name"),
+    [(Metadata.__module__, "Metadata"), ("torch.serialization", "_get_layout"), ("torch", "int8")],
 )
-def test_metadata_reserves_nothing_for_what_it_claims(copy: Path, pickled: bytes) -> None:
-    (copy / METADATA).write_bytes(pickled)
+def test_metadata_sets_no_attributes_of_classes_and_functions(
+    copy: Path, module: str, name: str
+) -> None:
+    state = (pickle.NONE, pickle.EMPTY_DICT, pickle.UNICODE + b"planted\n", pickle.NEWTRUE)
+    build = b"".join((*state, pickle.SETITEM, pickle.TUPLE2, pickle.BUILD, pickle.STOP))
+    (copy / METADATA).write_bytes(b"".join((pickle.GLOBAL, f"{module}\n{name}\n".encode(), build)))
     sign(copy)
-    refused(copy, METADATA)
+    assert "the state of a" in refused(copy, METADATA)
+    assert not hasattr(Metadata, "planted")
+    assert not hasattr(torch.serialization._get_layout, "planted")
+
+
+def test_metadata_uses_no_class_that_another_pickle_has_looked_up(copy: Path) -> None:
+    copyreg.add_extension("builtins", "exec", 200)
+    try:
+        assert pickle.loads(pickle.dumps(exec, 2)) is exec
+        (copy / METADATA).write_bytes(pickle.dumps(exec, 2))
+        sign(copy)
+        assert "nothing ran" in refused(copy, METADATA)
+    finally:
+        copyreg.remove_extension("builtins", "exec", 200)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04" + b"(" * 1000 + b".", pickle.dumps([1])])
+def test_metadata_of_other_content_is_refused(copy: Path, content: bytes) -> None:
+    (copy / METADATA).write_bytes(content)
+    (copy / MANIFEST).unlink()  # as of torch.distributed.checkpoint
+    assert "not the metadata of a checkpoint" in refused(copy, METADATA)
 
 
 def save_object(folder: str, mark: str) -> list[harness.Failure]:
@@ -222,19 +237,17 @@ DATA = ("files", "__0_0.distcp")
 @pytest.mark.parametrize(
     ("keys", "value"),
     [
-        *(((*DATA, 0), value) for value in (-1, 0.5, "0", None, 1 << 64, True, [])),
-        *(((*DATA, 1), value) for value in (-1, 0, "1", None, 1 << 64)),
-        *((("files", "__0_0.distcp"), value) for value in (5, None, [5], [[1]], [], {"a": 1})),
-        *((("files", name), [1, 0]) for name in ("/etc/hostname", "../x", "", "\0", ".")),
-        *(
-            ((name,), value)
-            for name in ("files", "versions", "computes_in")
-            for value in (5, [], "")
-        ),
-        *((("computes_in",), {"x": value}) for value in ("load", "no", 5, [])),
-        *((("version",), value) for value in (-1, 0, True, 0.5, "1", None, [])),
-        *((("step",), value) for value in (-1, True, "1")),
-        *((("state",), value) for value in (5, [5], "a", None)),
+        ((*DATA, 0), -1),
+        ((*DATA, 0), "0"),
+        ((*DATA, 1), 0),
+        (DATA, [5]),
+        (("files", "../x"), [1, 0]),
+        (("files", "\0"), [1, 0]),
+        (("files",), []),
+        (("computes_in",), {"x": "load"}),
+        (("version",), "1"),
+        (("step",), True),
+        (("state",), 5),
         (("more",), 1),
     ],
 )
@@ -243,7 +256,7 @@ def test_fields_of_the_manifest_are_checked(copy: Path, keys: Any, value: Any) -
     refused(copy, str(copy))
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "1", "", "\ufeff{}", '{"version": 1e999}'])
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", ""])
 def test_a_manifest_of_another_form_is_refused(copy: Path, text: str) -> None:
     (copy / MANIFEST).write_text(text)
     assert "not a manifest" in refused(copy, MANIFEST)
@@ -252,7 +265,6 @@ def test_a_manifest_of_another_form_is_refused(copy: Path, text: str) -> None:
 def test_shapes_and_places_that_do_not_fit_are_refused(copy: Path) -> None:
     content = (copy / METADATA).read_bytes()
     name = next(n for n in pickle.loads(content).state_dict_metadata if n.startswith("model."))
-    index = MetadataIndex(name, None)
 
     def with_tensor(metadata: Any, **changes: Any) -> None:
         found = metadata.state_dict_metadata[name]
@@ -260,7 +272,7 @@ def test_shapes_and_places_that_do_not_fit_are_refused(copy: Path) -> None:
 
     def with_place(metadata: Any, **changes: Any) -> None:
         for found in metadata.storage_data:
-            if found.fqn == index.fqn:
+            if found.fqn == name:
                 place = metadata.storage_data[found]
                 metadata.storage_data[found] = dataclasses.replace(place, **changes)
 
@@ -274,62 +286,17 @@ def test_shapes_and_places_that_do_not_fit_are_refused(copy: Path) -> None:
         lambda m: chunks(m).__setitem__(0, dataclasses.replace(chunks(m)[0], offsets=(1, 0))),
         lambda m: with_place(m, offset=-1),
         lambda m: with_place(m, offset=1 << 63),
-        lambda m: with_place(m, length=8),
         lambda m: with_place(m, relative_path="../../etc/passwd"),
         lambda m: with_place(m, relative_path=5),
-        lambda m: m.storage_data.clear(),
-        lambda m: m.state_dict_metadata.update({"more": BytesStorageMetadata()}),
-        lambda m: m.planner_data.update({name: ("model", 1 << 40)}),
         lambda m: m.planner_data.update({name: ()}),
-        lambda m: setattr(m, "planner_data", None),
         lambda m: setattr(m, "storage_data", None),
     ]
-    for number, damage in enumerate(changes):
+    for damage in changes:
         metadata = pickle.loads(content)
         damage(metadata)
         (copy / METADATA).write_bytes(pickle.dumps(metadata))
         sign(copy)
-        assert outcome(copy) == "DamagedCheckpoint", number
-
-
-def test_mutated_checkpoints_are_read_or_refused(saved: Path) -> None:
-    outcomes = mutated.read_mutated(saved, choose(quick=60, full=2000))
-    assert outcomes["DamagedCheckpoint"] > outcomes["read"] > 0
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_mutated_checkpoints_under_address_sanitizer(saved: Path, tmp_path: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ here")
-    libraries = [  # the second one, because the first one looks for its functions at the start
-        subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip()
-        for name in ("libasan.so", "libstdc++.so.6")
-    ]
-    core = tmp_path / "_core.so"
-    headers = [pybind11.get_include(), sysconfig.get_path("include"), str(ROOT / "csrc/include")]
-    options = ["-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-fsanitize=address"]
-    sources = map(str, sorted((ROOT / "csrc/core").glob("*.cpp")))
-    subprocess.run(
-        ["g++", *options, *(f"-I{path}" for path in headers), "-o", str(core), *sources],
-        check=True,
-    )
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/mutated_checkpoints.py"), str(saved), "2000", "1"],
-        env={
-            **os.environ,
-            "LD_PRELOAD": " ".join(libraries),
-            "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
-            "POPLAR_CORE": str(core),
-            "POPLAR_OPS": "off",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert "AddressSanitizer" not in done.stderr
-    assert "DamagedCheckpoint" in done.stdout
+        refused(copy, METADATA)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "nested", "outside", "absolute"])
