@@ -41,10 +41,8 @@ from poplar import Plan
 from poplar.checkpoint import save_plan
 from poplar.checkpoint.files import manifest, save_job
 from poplar.checkpoint.files.data_file import DataFile
-from poplar.checkpoint.files.new_files import has_writer
 from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.save import save_now
-from poplar.checkpoint.save_plan import Agreement
 from poplar.checkpoint.saved_model import Writer
 from poplar.checkpoint.state_dicts.loaded_state import LoadedState
 from poplar.values.communication import Communication
@@ -311,7 +309,8 @@ def batch_of_two() -> dict[str, torch.Tensor]:
 
 def test_failed_save_raises_on_all_ranks_and_leaves_nothing(ranks: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (tmp_path / "used").mkdir()
+    for name in ("used", "used.incomplete"):
+        (tmp_path / name).mkdir()
     by_rank = ranks.run(fail_to_save, str(tmp_path), ranks=2)
     expected = (
         "full.incomplete/__1_0.distcp",
@@ -326,7 +325,8 @@ def test_failed_save_raises_on_all_ranks_and_leaves_nothing(ranks: Pool, tmp_pat
     )
     for number, pattern in enumerate(expected):
         assert_raised([failures[number] for failures in by_rank], pattern)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "fine", "used"]
+    names = ["file", "fine", "used", "used.incomplete"]  # what is refused removes nothing
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def save_and_prune(folder: str, asynchronous: bool) -> list[Any]:
@@ -447,19 +447,6 @@ def test_checkpoint_whose_replacement_was_interrupted_is_found(ranks: Pool, tmp_
     ranks.run(interrupt_a_replacement, str(tmp_path / "saved"), ranks=1)
 
 
-def refuse_to_overwrite(folder: str) -> None:
-    optimizer = build(plan_of_one())[1]
-    with pytest.raises(FileExistsError):
-        poplar.save_checkpoint(folder, optimizer)
-
-
-def test_save_that_is_refused_removes_nothing(ranks: Pool, tmp_path: Path) -> None:
-    for name in ("saved", "saved.incomplete"):
-        (tmp_path / name).mkdir()
-    ranks.run(refuse_to_overwrite, str(tmp_path / "saved"), ranks=1)
-    assert (tmp_path / "saved.incomplete").exists()
-
-
 def save_beside_another_program(folder: str) -> list[harness.Failure]:
     """Step 1 is saved; step 2 is being saved by another program, and so is the model."""
     _, optimizer = build(TWO)
@@ -504,26 +491,6 @@ def test_files_that_another_program_writes_stay(ranks: Pool, tmp_path: Path) -> 
     names = ["model.safetensors", "step-00000001", "step-00000002"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert load_file(tmp_path / "model.safetensors").keys() != {"weight"}
-
-
-def look_before_the_first_write(folder: str) -> list[bool]:
-    """Whether another program sees that the new folder is in use."""
-    _, optimizer = build(TWO)
-    aside, seen = Path(folder, "step-00000001.incomplete"), []
-
-    def look(self: Agreement, *arguments: Any) -> None:
-        files = [aside / "__0_0.distcp"] if harness.rank() == 0 else []
-        seen.extend(has_writer(file, if_unknown=False) for file in files)
-        return agree(self, *arguments)
-
-    agree = Agreement.agree
-    with mock.patch.object(Agreement, "agree", look):
-        poplar.CheckpointManager(folder, optimizer).save(1)
-    return seen
-
-
-def test_a_folder_is_in_use_from_the_moment_it_is_made(ranks: Pool, tmp_path: Path) -> None:
-    assert ranks.run(look_before_the_first_write, str(tmp_path), ranks=2) == [[True], []]
 
 
 def fail_to_prune(folder: str) -> list[harness.Failure]:

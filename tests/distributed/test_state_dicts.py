@@ -27,11 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 from training import STAGES, Run, assert_close, assert_raised, assert_same, uneven
@@ -306,35 +303,6 @@ def test_poplar_continues_from_a_plain_optimizer(ranks: Pool, stage: int, named:
     for loaded, left in results:
         assert_same(loaded, {**parameters, **held})
         assert_close(left, reference.train(RECIPE).parameters)
-
-
-def load_whole_tensors(run: Run) -> None:
-    """Whole values and state on every rank, through torch's helpers."""
-    model, optimizer = training.prepare(run)
-    training.take_step(run, model, optimizer, 0)
-    before = everything(model, optimizer)
-    with optimizer.full_parameters():
-        values = {name: value.clone() for name, value in model.state_dict().items()}
-    state = [optimizer.full_state_dict(rank) for rank in range(harness.size())][harness.rank()]
-    assert state is not None
-    names = [name for group in state["param_groups"] for name in group["param_names"]]
-    named = {
-        "state": {names[index]: held for index, held in state["state"].items()},
-        "param_groups": [{**g, "params": g["param_names"]} for g in state["param_groups"]],
-    }
-    for group in named["param_groups"]:
-        del group["param_names"]
-    training.take_step(run, model, optimizer, 1)
-    options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(model, optimizer, named, options=options)
-    set_model_state_dict(model, values, options=options)
-    assert_same(everything(model, optimizer), before)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_whole_state_loads_through_torchs_helpers(ranks: Pool, stage: int) -> None:
-    recipe = replace(RECIPE, spec=ModelSpec(two_groups=True))
-    ranks.run(load_whole_tensors, Run(recipe, uneven(stage)))
 
 
 # The model's state

@@ -301,6 +301,7 @@ def gather_whole_states(way: Way, recipe: Recipe) -> None:
     whole = part.full_tensor() if isinstance(part, ShardTensor) else part
     assert torch.equal(whole, next(iter(parameters.values())))
     before = job.values()
+    job.take_step(1)
     set_state_dict(
         job.model,
         job.optimizer,

@@ -12,9 +12,7 @@ import torch
 
 from poplar.checkpoint import conversion
 from poplar.checkpoint.files import data_file, new_files
-from poplar.checkpoint.files.data_file import DataFile
-from poplar.checkpoint.files.new_files import alone_in, written_aside
-from poplar.checkpoint.files.save_job import discard
+from poplar.checkpoint.files.new_files import alone_in
 from poplar.checkpoint.save import _make_folder
 from poplar.checkpoint.saved_model import Writer
 
@@ -40,14 +38,6 @@ def test_what_was_interrupted_leaves_no_file(tmp_path: Path) -> None:
         conversion.convert(tmp_path, output, "torch")
     assert torch.load(output)["other"] == 3
     assert list(tmp_path.iterdir()) == [output]
-
-
-def test_a_file_that_another_program_writes_stays(tmp_path: Path) -> None:
-    with written_aside(tmp_path / "file") as file:
-        with pytest.raises(FileExistsError, match="another save is writing"):
-            written_aside(tmp_path / "file").__enter__()
-        file.write(b"first")
-    assert (tmp_path / "file").read_bytes() == b"first"
 
 
 def make_file(folder: Path) -> Any:
@@ -96,14 +86,3 @@ def test_a_locked_folder_delays_a_save_only(tmp_path: Path, monkeypatch: Any) ->
     monkeypatch.setattr(new_files, "_WAIT_SECONDS", 0.1)
     with alone_in(tmp_path):
         make_file(tmp_path).discard()
-
-
-def test_a_failed_save_does_not_remove_that_of_another_program(tmp_path: Path) -> None:
-    aside = tmp_path / "saved.incomplete"
-    aside.mkdir()
-    file = DataFile(aside / "__0_0.distcp")
-    discard(aside)
-    assert file.path.exists()
-    file.close()
-    discard(aside)
-    assert not aside.exists()
