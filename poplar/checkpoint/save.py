@@ -19,7 +19,7 @@ from torch import Tensor
 from poplar.checkpoint.collection import no_garbage_collection
 from poplar.checkpoint.files.data_file import DataFile
 from poplar.checkpoint.files.manifest import Manifest
-from poplar.checkpoint.files.new_files import alone_in, aside_name, check_no_writer
+from poplar.checkpoint.files.new_files import aside_name, check_no_writer
 from poplar.checkpoint.files.save_job import (
     PendingSave,
     SaveJob,
@@ -248,13 +248,12 @@ def _make_folder(path: Path, replaces: bool) -> DataFile:
             "a folder per step.)"
         )
     aside = aside_name(path)
-    with suppress(FileExistsError):  # also a file, which `alone_in` refuses
+    with suppress(FileExistsError):  # also a file, in which no folder can be made
         path.parent.mkdir(parents=True)
-    with alone_in(path.parent):
-        check_no_writer(data_files(aside))
-        remove(aside)  # of a save that was interrupted
-        aside.mkdir()
-        return DataFile(aside / data_file_of(0))
+    check_no_writer(data_files(aside))
+    remove(aside)  # of a save that was interrupted
+    aside.mkdir()
+    return DataFile(aside / data_file_of(0))
 
 
 def manifest_of(parts: TrainingParts, content: Content, step: int | None) -> Manifest:

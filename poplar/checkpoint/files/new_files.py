@@ -5,15 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
-
-_LOOK_SECONDS = 0.01
-_WAIT_SECONDS = 2.0
-"""For another program, which may have been stopped, or keep a lock of the folder itself."""
 
 
 def aside_name(path: Path) -> Path:
@@ -52,33 +47,11 @@ def open_aside(path: Path) -> BinaryIO:
         OSError: it cannot be made.
     """
     aside = aside_name(path)
-    with alone_in(path.parent):
-        check_no_writer([aside])
-        aside.unlink(missing_ok=True)
-        file = aside.open("xb")
-        lock(file)
+    check_no_writer([aside])
+    aside.unlink(missing_ok=True)
+    file = aside.open("xb")
+    lock(file)
     return file
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """A context that one program of this host is in at a time; others wait, but not for long.
-
-    Inside, a program looks for writers, removes what has none, and makes and locks a new file.
-    Otherwise another program could look before the file is locked, and remove it.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    end = time.monotonic() + _WAIT_SECONDS
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            while time.monotonic() < end:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                time.sleep(_LOOK_SECONDS)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def lock(file: IO[bytes]) -> None:

@@ -31,7 +31,7 @@ from poplar.checkpoint.files import manifest as manifest_file
 from poplar.checkpoint.files.data_file import Cancelled, DataFile, Stored, sync_folder, write_whole
 from poplar.checkpoint.files.manifest import Manifest
 from poplar.checkpoint.files.metadata_file import METADATA
-from poplar.checkpoint.files.new_files import alone_in, aside_name, has_writer
+from poplar.checkpoint.files.new_files import aside_name, has_writer
 from poplar.comm import Control
 from poplar.values.errors import RankFailed
 from poplar.values.formatting import printable
@@ -253,9 +253,8 @@ def _take_name(job: SaveJob) -> None:
 
 def discard(aside: Path) -> None:
     """Remove an incomplete checkpoint, unless another program has begun to write it."""
-    with alone_in(aside.parent):
-        if not any(has_writer(file, if_unknown=False) for file in data_files(aside)):
-            remove(aside)
+    if not any(has_writer(file, if_unknown=False) for file in data_files(aside)):
+        remove(aside)
 
 
 def remove(path: Path) -> None:
