@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from training import STAGES, assert_close, whole_parameters
 import poplar
 from poplar import HeteroZeroOptimizer, Plan
 from poplar.data.global_batch import rank_slice
+from poplar.elastic import MemoryCheckpoints
 
 BATCH = 8
 EPS = {"eps": 1e-5}  # see test_exact_steps.py
@@ -107,29 +109,46 @@ def train(
         optimizer.train_step(loss, batch_of(step, *rank_slice(optimizer.plan, harness.rank(), 8)))
 
 
-def resume(stage: int, options: dict[str, Any], folder: str) -> None:
+def saver_of(kind: str, optimizer: HeteroZeroOptimizer, folder: str, **options: Any) -> Any:
+    """What saves in a folder. With spares, the ranks are on hosts of their own."""
+    if kind == "disk":
+        return poplar.CheckpointManager(folder, optimizer, **options)
+    own = f"{folder}/{harness.rank() if options.get('spare_shards') else 0}"
+    return MemoryCheckpoints(optimizer, folder=own, **options)
+
+
+def resume(saver: str, stage: int, options: dict[str, Any], folder: str, spares: int = 0) -> None:
+    """With spares, the host of rank 1 is lost."""
     plan = plan_of_three(stage)
+    settings = {"spare_shards": spares} if spares else {}
     model, optimizer = build(plan, model_class=OddModel, **options)
     torch.manual_seed(harness.rank())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    train(optimizer, 0, 2, noisy_loss)
-    scheduler.step()
-    model.extra = {"seen": 5}
-    model.steps.add_(harness.rank())  # a buffer that differs between ranks
-    poplar.save_checkpoint(folder, optimizer, state={"scheduler": scheduler, "note": [1, "a"]})
-    assert Plan.from_json(f"{folder}/plan.json") == plan
-    train(optimizer, 2, 2, noisy_loss)
+    state = {"scheduler": scheduler, "note": [1, "a"]}
+    checkpoints = saver_of(saver, optimizer, folder, state=state, **settings)
+    assert checkpoints.load_latest() is None
+    for step in (1, 2, 3):
+        train(optimizer, step - 1, 1, noisy_loss)
+        scheduler.step()
+        model.extra = {"seen": step}
+        model.steps.fill_(harness.rank() + step)  # a buffer that differs between ranks
+        checkpoints.save(step)
+    train(optimizer, 3, 2, noisy_loss)
     expected, drawn = whole_parameters(model, optimizer), torch.rand(3)
+    if spares and harness.rank() == 1:
+        shutil.rmtree(checkpoints.folder)
 
     model, optimizer = build(plan, seed=1, model_class=OddModel, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    values = poplar.load_checkpoint(folder, optimizer, state={"scheduler": scheduler})
-    assert values == {"note": [1, "a"]}
-    assert scheduler.last_epoch == 1
-    assert model.extra == {"seen": 5}
-    assert model.steps.tolist() == [harness.rank() + number for number in range(3)]
-    assert [group["lr"] for group in optimizer.param_groups] == [5e-3, 1e-2]
-    train(optimizer, 2, 2, noisy_loss)
+    state = {"scheduler": scheduler}
+    checkpoints = saver_of(saver, optimizer, folder, state=state, **settings)
+    assert checkpoints.load_latest() == 3
+    assert checkpoints.values == {"note": [1, "a"]}
+    assert scheduler.last_epoch == 3
+    assert model.extra == {"seen": 3}
+    assert set(model.steps.tolist()) == {harness.rank() + 3}
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2 / 8, 2e-2 / 8]
+    train(optimizer, 3, 2, noisy_loss)
     found = whole_parameters(model, optimizer)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
@@ -138,20 +157,22 @@ def resume(stage: int, options: dict[str, Any], folder: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    "options",
+    ("saver", "options"),
     [
-        {},
-        {"compute_dtype": torch.bfloat16},
-        {"compute_dtype": torch.float16},
-        {"cls": torch.optim.SGD, "momentum": 0.9},
-        {"cls": torch.optim.AdamW, "amsgrad": True},
+        ("disk", {}),
+        ("disk", {"compute_dtype": torch.bfloat16}),
+        ("disk", {"compute_dtype": torch.float16}),
+        ("disk", {"cls": torch.optim.SGD, "momentum": 0.9}),
+        ("disk", {"amsgrad": True}),
+        ("memory", {}),
+        ("memory", {"compute_dtype": torch.bfloat16}),
+        ("memory", {"cls": torch.optim.SGD, "momentum": 0.9}),
     ],
 )
 def test_training_goes_on_with_the_same_bits(
-    ranks: Pool, stage: int, options: dict[str, Any], tmp_path: Path
+    ranks: Pool, saver: str, stage: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    ranks.run(resume, stage, options, str(tmp_path / "saved"), ranks=3)
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    ranks.run(resume, saver, stage, options, str(tmp_path), ranks=3)
 
 
 def start(folder: str) -> dict[str, Tensor]:
@@ -163,6 +184,7 @@ def start(folder: str) -> dict[str, Tensor]:
     )
     with unshard:
         poplar.save_checkpoint(f"{folder}/four", optimizer)
+    assert Plan.from_json(f"{folder}/four/plan.json") == FOUR
     values = values_of(model, optimizer)
     train(optimizer, 2, 5)
     return {"values": values, "after": values_of(model, optimizer)}

@@ -20,16 +20,14 @@ from ranks import Failure, Pool, RanksFailed
 from test_checkpoints import (
     FOUR,
     THREE,
-    OddModel,
     assert_close_values,
     build,
-    noisy_loss,
     plan_of_three,
+    resume,
     train,
 )
 from test_materialization import values_of
 from torch import Tensor
-from training import STAGES, whole_parameters
 
 from poplar.elastic import MemoryCheckpoints
 from poplar.elastic.memory_checkpoints import _Slots
@@ -37,56 +35,9 @@ from poplar.elastic.memory_state import find, path_of
 from poplar.elastic.shard_file import START, ShardFile
 
 
-def resume(stage: int, options: dict[str, Any], folder: str, spares: int = 0) -> None:
-    """With spares, the ranks are on hosts of their own, and that of rank 1 is lost."""
-    plan = plan_of_three(stage)
-    model, optimizer = build(plan, model_class=OddModel, **options)
-    torch.manual_seed(harness.rank())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    own = f"{folder}/{harness.rank() if spares else 0}"
-    settings: dict[str, Any] = {"spare_shards": spares, "folder": own}
-    state = {"scheduler": scheduler, "tokens": 7}
-    memory = MemoryCheckpoints(optimizer, state=state, **settings)
-    assert memory.load_latest() is None
-    for step in (1, 2, 3):
-        train(optimizer, step - 1, 1, noisy_loss)
-        scheduler.step()
-        model.extra = {"seen": step}
-        model.steps.fill_(harness.rank() + step)  # a buffer that differs between ranks
-        memory.save(step)
-    train(optimizer, 3, 2, noisy_loss)
-    expected, drawn = whole_parameters(model, optimizer), torch.rand(3)
-    if spares and harness.rank() == 1:
-        shutil.rmtree(own)
-
-    model, optimizer = build(plan, seed=1, model_class=OddModel, **options)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    memory = MemoryCheckpoints(optimizer, state={"scheduler": scheduler}, **settings)
-    assert memory.load_latest() == 3
-    assert memory.values == {"tokens": 7}
-    assert scheduler.last_epoch == 3
-    assert model.extra == {"seen": 3}
-    assert set(model.steps.tolist()) == {harness.rank() + 3}
-    train(optimizer, 3, 2, noisy_loss)
-    found = whole_parameters(model, optimizer)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
-    assert torch.equal(torch.rand(3), drawn)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "options", [{}, {"compute_dtype": torch.bfloat16}, {"cls": torch.optim.SGD, "momentum": 0.9}]
-)
-def test_training_goes_on_with_the_same_bits(
-    ranks: Pool, stage: int, options: dict[str, Any], tmp_path: Path
-) -> None:
-    ranks.run(resume, stage, options, str(tmp_path), ranks=3)
-
-
 @pytest.mark.parametrize("stage", [0, 2])
 def test_spares_have_all_that_a_lost_host_had(ranks: Pool, stage: int, tmp_path: Path) -> None:
-    ranks.run(resume, stage, {}, str(tmp_path), 1, ranks=3)
+    ranks.run(resume, "memory", stage, {}, str(tmp_path), 1, ranks=3)
 
 
 def save_on_four_hosts(stage: int, folder: str, spares: int) -> dict[str, Tensor]:
