@@ -91,8 +91,9 @@ class Unpickler(pickle._Unpickler):
     def load_build(self) -> None:
         """Set the fields of new metadata, and of nothing that other code uses."""
         state, instance = self.stack.pop(), self.stack[-1]
-        expect(type(instance) in _CLASSES, "the state of", instance)
-        if type(instance) is TensorProperties:
+        kind = type(instance)
+        expect(kind in _CLASSES, "the state of", instance)
+        if kind is TensorProperties:
             instance.__setstate__(state)
         else:
             instance.__dict__.update(state)
