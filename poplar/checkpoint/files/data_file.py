@@ -62,18 +62,14 @@ class Pickled(NamedTuple):
 
 
 class DataFile:
-    """A new file that computes the checksum of what is written. Nothing else may write to it.
-
-    Raises:
-        OSError: from all methods; names the file.
-    """
+    """A new file that computes the checksum of what is written. Nothing else may write to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._is_stopped: Callable[[], bool] = lambda: False
         self._file = path.open("xb", buffering=0)
         lock(self._file)
-        self._failure: Exception | None = None
+        self._failure: OSError | Cancelled | None = None
         self._synced = 0
         self.written = Stored(0, 0)
         """So far."""
@@ -88,6 +84,7 @@ class DataFile:
 
         Raises:
             Cancelled: `is_stopped()` is true.
+            OSError: names the file.
         """
         self._is_stopped = is_stopped
         places: list[tuple[int, int]] = []
@@ -96,14 +93,12 @@ class DataFile:
                 for item in items:
                     begin = self.written.length
                     self._write_value(values[item.index])
+                    if self._failure is not None:
+                        raise self._failure
                     places.append((begin, self.written.length - begin))
             os.fsync(self._file.fileno())
-        except Exception as error:
-            if self._failure is not None:  # torch.save raises another error while it unwinds
-                raise self._failure from None
-            if isinstance(error, OSError):
-                raise _with_path(error, self.path) from error
-            raise
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         return places
 
     def _write_value(self, value: Any) -> None:
@@ -117,27 +112,29 @@ class DataFile:
             torch.save(value, self)  # type: ignore[arg-type]  # it only writes
 
     def write(self, data: Any) -> int:
-        """Write bytes; for `torch.save`, as `flush`."""
+        """Write bytes; for `torch.save`, as `flush`.
+
+        After a failure nothing is written: `torch.save` would raise another error as it unwinds.
+        """
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _CHUNK):
-            self._write_chunk(view[start : start + _CHUNK])
+            if self._failure is None:
+                try:
+                    self._write_chunk(view[start : start + _CHUNK])
+                except (OSError, Cancelled) as error:
+                    self._failure = error
         return len(view)
 
     def _write_chunk(self, chunk: memoryview) -> None:
+        if self._is_stopped():
+            raise Cancelled
         length, crc = self.written
-        try:
-            if self._is_stopped():
-                raise Cancelled
-            left = chunk
-            while left:
-                left = left[self._file.write(left) :]
-            if length + len(chunk) - self._synced >= SYNC_BYTES:
-                os.fsync(self._file.fileno())
-                self._synced = length + len(chunk)
-        except Exception as error:
-            is_os_error = isinstance(error, OSError)
-            self._failure = _with_path(error, self.path) if is_os_error else error  # type: ignore[arg-type]
-            raise self._failure from error
+        left = chunk
+        while left:
+            left = left[self._file.write(left) :]
+        if length + len(chunk) - self._synced >= SYNC_BYTES:
+            os.fsync(self._file.fileno())
+            self._synced = length + len(chunk)
         self.written = Stored(length + len(chunk), crc32c(chunk, crc))
 
     def flush(self) -> None:
@@ -236,7 +233,3 @@ def checksums_of_torch(computed: bool) -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-def _with_path(error: OSError, path: Path) -> OSError:
-    return OSError(error.errno, error.strerror, str(path))
