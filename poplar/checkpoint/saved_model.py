@@ -236,8 +236,7 @@ def _finish(writer: Writer | None, catalog: Catalog) -> None:
     writer.is_busy = True
     try:
         for name in list(writer.unwritten):
-            writer.write(name, catalog.tensors[name].detach())
-            writer.sync_if_due()
+            writer.write(name, catalog.tensors[name].detach(), may_sync=True)
         writer.finish()
     finally:
         writer.is_busy = False
@@ -294,8 +293,8 @@ class Writer:
         except OSError as error:
             self._error = error
 
-    def write(self, name: str, values: Tensor) -> None:
-        """Write one tensor."""
+    def write(self, name: str, values: Tensor, *, may_sync: bool = False) -> None:
+        """Write one tensor. `may_sync`: flush much data to disk, so `finish` has little left."""
         if self._error is not None or self._file is None:
             return
         try:
@@ -303,16 +302,10 @@ class Writer:
             for data in _chunks(values):
                 self._unsynced += self._file.write(data)
             self.unwritten.remove(name)
+            if may_sync and self._unsynced >= SYNC_BYTES:
+                self._sync()
         except Exception as error:
             self._error = error
-
-    def sync_if_due(self) -> None:
-        """Flush what has been written to disk if it is much, so that `finish` has little left."""
-        if self._unsynced >= SYNC_BYTES and self._error is None:
-            try:
-                self._sync()
-            except OSError as error:
-                self._error = error
 
     def finish(self) -> None:
         """Flush the file to disk.

@@ -792,7 +792,7 @@ def save_model_slowly(path: str, writes: bool) -> tuple[list[harness.Failure], b
     write, discard, begun = Writer.write, Writer.discard, list[float]()
     inside, closed = [False], [False]
 
-    def slow(writer: Writer, name: str, values: torch.Tensor) -> None:
+    def slow(writer: Writer, name: str, values: torch.Tensor, **options: Any) -> None:
         inside[0] = True
         begun.append(time.monotonic())
         while time.monotonic() < begun[0] + 5.0:
@@ -800,7 +800,7 @@ def save_model_slowly(path: str, writes: bool) -> tuple[list[harness.Failure], b
                 with Path("/dev/null").open("wb") as nothing:
                     nothing.write(bytes(1 << 20))
             time.sleep(0.05)
-        write(writer, name, values)
+        write(writer, name, values, **options)
         inside[0] = False
 
     def discarded(writer: Writer) -> None:
