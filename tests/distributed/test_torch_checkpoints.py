@@ -5,6 +5,7 @@ The state has the same bits after loading, and the next steps are those of one u
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -300,7 +301,7 @@ def gather_whole_states(way: Way, recipe: Recipe) -> None:
     part = next(iter(job.model.state_dict().values()))
     whole = part.full_tensor() if isinstance(part, ShardTensor) else part
     assert torch.equal(whole, next(iter(parameters.values())))
-    before = job.values()
+    before, (model, optim) = job.values(), copy.deepcopy((model, optim))  # views at stage 0
     job.take_step(1)
     set_state_dict(
         job.model,
