@@ -137,7 +137,7 @@ def _check(metadata: Metadata) -> None:
     described, places = metadata.state_dict_metadata, metadata.storage_data
     for name, found in described.items():
         expect(type(name) is str, "the name", name)
-        if type(found) is not BytesStorageMetadata:
+        if not isinstance(found, BytesStorageMetadata):
             _check_tensor(name, found)
     for index, place in places.items():
         name = index.fqn
