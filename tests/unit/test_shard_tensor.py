@@ -14,7 +14,6 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save as save_file
 from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -76,16 +75,6 @@ def test_any_cuts_are_read_by_any_other_cuts_and_by_plain_tensors(tmp_path, seed
             memory = part.local
             load(tmp_path, {name: part})
             assert torch.equal(memory, values.flatten()[start:stop])  # in place
-
-
-def test_plain_save_and_load_functions_of_torch(tmp_path):
-    values = torch.randn(3, 5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no process group
-        dcp.save({"w": cut(values, 0, 15)}, checkpoint_id=tmp_path, no_dist=True)
-        target = {"w": torch.zeros(3, 5)}
-        dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
-    assert torch.equal(target["w"], values)
 
 
 def test_copies_have_their_own_memory_and_the_same_range():
