@@ -116,6 +116,49 @@ def transfer(
     return whole.view(part.dtype)
 
 
+class _Span(NamedTuple):
+    """What a segment has of a run."""
+
+    start: int
+    stop: int
+    entries: int
+    """Of a state value."""
+
+    def entry(self, element: int) -> int:
+        """The entries that belong to what is before an element of the segment."""
+        inside = min(max(element - self.start, 0), self.stop - self.start)
+        return scaled(inside, self.stop - self.start, (self.entries,))
+
+
+class _Entries:
+    """The entries of one state value of a segment, in the order of its runs."""
+
+    def __init__(self, spans: Mapping[ParameterRun, _Span]) -> None:
+        """`spans`: of each run that has the value."""
+        self.spans = spans
+
+    def before(self, element: int) -> int:
+        """All entries that belong to what is before an element."""
+        return sum(span.entry(element) for span in self.spans.values())
+
+    def layout(self, layout: Layout | None) -> Layout | None:
+        """How the entries are divided if the elements have this layout."""
+        if layout is None:
+            return None
+        return Layout(tuple(self.before(offset) for offset in layout.offsets))
+
+    def places(self, run: ParameterRun, low: int, high: int) -> tuple[slice, slice]:
+        """The entries of a run for the elements `[low, high)`.
+
+        Returns:
+            Where they are among all entries for these elements, and among those of the span.
+        """
+        span = self.spans[run]
+        first, last = span.entry(low), span.entry(high)
+        base = self.before(max(low, span.start)) - self.before(low)
+        return slice(base, base + last - first), slice(first, last)
+
+
 class Piece(NamedTuple):
     """What a rank gets of one run."""
 
@@ -136,11 +179,22 @@ class MovedState:
         self.runs = dict(self._overlapping_runs())
         """The runs of the segment, with the first element there and the one after the last."""
         self._bounds = bounds(segment.new, segment.numel, comm.group.rank)
-        self._moved: dict[ParameterRun, dict[str, Tensor]] = {}
-        for run in self.runs:
-            cut = {k: value for k, value in schemas[run].items() if isinstance(value, CutValue)}
-            own = update.state_of(run)
-            self._moved[run] = {k: self._move(comm, run, cut[k], own.get(k)) for k in cut}
+        self._moved: dict[tuple[str, torch.dtype], tuple[_Entries, Tensor]] = {}
+        kinds: dict[tuple[str, torch.dtype], dict[ParameterRun, _Span]] = {}
+        for run, (start, stop) in self.runs.items():
+            for key, value in schemas[run].items():
+                if isinstance(value, CutValue):
+                    numel = scaled(stop - start, run.stop - run.start, (value.entries,))
+                    kind = kinds.setdefault((key, value.dtype), {})
+                    kind[run] = _Span(start, stop, numel)
+        what = f"moving the state of {segment.source.name}"
+        for key, dtype in sorted(kinds, key=str):
+            entries = _Entries(kinds[key, dtype])
+            own = self._own(update, entries, key, dtype, comm.group.rank)
+            moved = transfer(
+                comm, own, entries.layout(segment.old), entries.layout(segment.new), what
+            )
+            self._moved[key, dtype] = entries, moved
 
     def _overlapping_runs(self) -> Iterator[tuple[ParameterRun, tuple[int, int]]]:
         shift = self.segment.source_start
@@ -149,33 +203,24 @@ class MovedState:
             if run.flat is self.segment.source and start < stop:
                 yield run, (start, stop)
 
-    def _move(
-        self, comm: Communicator, run: ParameterRun, cut: CutValue, value: Tensor | None
+    def _own(
+        self, update: ShardedUpdate, entries: _Entries, key: str, dtype: torch.dtype, rank: int
     ) -> Tensor:
-        """The entries of one state value of a run at their new owners.
-
-        Args:
-            value: those that this rank has now; None: it has none.
-        """
-        segment, size = self.segment, run.stop - run.start
-
-        def entry(element: int) -> int:
-            """The entry of the whole value that belongs to an element of the segment."""
-            inside = min(max(element + segment.source_start - run.start, 0), size)
-            return scaled(inside, size, (cut.entries,))
-
-        def of_entries(layout: Layout | None) -> Layout | None:
-            if layout is None:
-                return None
-            return Layout(tuple(entry(offset) - entry(0) for offset in layout.offsets))
-
-        low, high = map(entry, bounds(segment.old, segment.numel, comm.group.rank))
-        own = torch.zeros(high - low, dtype=cut.dtype, device=segment.source.device)
-        if value is not None and low < high:
-            first = scaled(run.first_owned - run.start, size, (cut.entries,))
-            own.copy_(value.reshape(-1)[low - first : high - first])
-        what = f"moving the state of {segment.source.name}"
-        return transfer(comm, own, of_entries(segment.old), of_entries(segment.new), what)
+        """The entries that this rank has now."""
+        segment = self.segment
+        low, high = bounds(segment.old, segment.numel, rank)
+        numel = entries.before(high) - entries.before(low)
+        own = torch.zeros(numel, dtype=dtype, device=segment.source.device)
+        for run, span in entries.spans.items():
+            value = update.state_of(run).get(key)
+            here, part = entries.places(run, low, high)
+            if value is None or here.start == here.stop:
+                continue
+            size, total = run.stop - run.start, self.schemas[run][key].entries
+            first = scaled(run.first_owned - run.start, size, (total,))
+            shift = scaled(span.start + segment.source_start - run.start, size, (total,)) - first
+            own[here] = value.reshape(-1)[part.start + shift : part.stop + shift]
+        return own
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """What this rank gets of elements `[start, stop)` of the new buffer, in order."""
@@ -184,7 +229,12 @@ class MovedState:
         for run, (first, last) in self.runs.items():
             numel = min(last, high, stop - shift) - max(first, low, start - shift)
             if numel > 0:
-                yield Piece(self.schemas[run], numel, self._moved[run])
+                cut = {
+                    key: moved[entries.places(run, low, high)[0]]
+                    for (key, _), (entries, moved) in self._moved.items()
+                    if run in entries.spans
+                }
+                yield Piece(self.schemas[run], numel, cut)
 
 
 def state_of_runs(update: ShardedUpdate, moved: Sequence[MovedState]) -> StateOf:
