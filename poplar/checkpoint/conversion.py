@@ -9,12 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.new_files import written_aside
 from poplar.checkpoint.files.opened import WHOLE, OpenedCheckpoint
 from poplar.checkpoint.save import SCALER, STATE
 from poplar.checkpoint.saved_model import Writer
 from poplar.checkpoint.saved_names import read_groups
 from poplar.checkpoint.training_state import is_extra_state
+from poplar.values.errors import DamagedCheckpoint
 from poplar.zero.weights.weight_files import DTYPES
 
 Format = Literal["torch", "safetensors"]
@@ -94,6 +96,10 @@ def plain_optimizer_state(opened: OpenedCheckpoint) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     for name, path in opened.paths.items():
         if len(path) == 4 and path[:2] == ("optim", "state"):
+            if path[2] not in numbers:
+                raise DamagedCheckpoint(
+                    opened.folder / METADATA, f"{path[2]!r} has state, but is in no param group"
+                )
             value = _value(opened, name, "stored")
             state.setdefault(numbers[str(path[2])], {})[str(path[3])] = value
     packed = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
