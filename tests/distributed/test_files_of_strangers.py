@@ -22,7 +22,11 @@ from safetensors.torch import save_file
 from subset import choose
 from test_checkpoint_safety import TWO, save_two
 from test_checkpoints import build
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 from typer.testing import CliRunner
 
 import poplar
@@ -279,16 +283,26 @@ def test_shapes_and_places_that_do_not_fit_are_refused(copy: Path) -> None:
     def chunks(metadata: Any) -> Any:
         return metadata.state_dict_metadata[name].chunks
 
+    def with_parts_that_overlap(metadata: Any) -> None:
+        """As many elements as the tensor has, of which one is stored twice and one is not."""
+        for start in (0, 1):
+            index = MetadataIndex(name, torch.Size([start]), start)
+            metadata.storage_data[index] = next(iter(metadata.storage_data.values()))
+        parts = [ChunkStorageMetadata(torch.Size([start]), torch.Size([2])) for start in (0, 1)]
+        with_tensor(metadata, size=torch.Size([4]), chunks=parts)
+
     changes: list[Callable[[Any], Any]] = [
         lambda m: with_tensor(m, size=torch.Size([1 << 40, 1 << 20])),
         lambda m: with_tensor(m, chunks=[]),
         lambda m: with_tensor(m, chunks=chunks(m) * 2),
         lambda m: chunks(m).__setitem__(0, dataclasses.replace(chunks(m)[0], offsets=(1, 0))),
+        with_parts_that_overlap,
         lambda m: with_place(m, offset=-1),
         lambda m: with_place(m, offset=1 << 63),
         lambda m: with_place(m, relative_path="../../etc/passwd"),
         lambda m: with_place(m, relative_path=5),
         lambda m: m.planner_data.update({name: ()}),
+        lambda m: m.planner_data.update({name: ("model", 1 << 40)}),
         lambda m: setattr(m, "storage_data", None),
     ]
     for damage in changes:

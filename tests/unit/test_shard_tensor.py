@@ -14,6 +14,7 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save as save_file
 from torch.distributed._state_dict_utils import _create_cpu_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -75,6 +76,16 @@ def test_any_cuts_are_read_by_any_other_cuts_and_by_plain_tensors(tmp_path, seed
             memory = part.local
             load(tmp_path, {name: part})
             assert torch.equal(memory, values.flatten()[start:stop])  # in place
+
+
+def test_plain_save_and_load_functions_of_torch(tmp_path):
+    values = torch.randn(3, 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no process group
+        dcp.save({"w": cut(values, 0, 15)}, checkpoint_id=tmp_path, no_dist=True)
+        target = {"w": torch.zeros(3, 5)}
+        dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(target["w"], values)
 
 
 def test_copies_have_their_own_memory_and_the_same_range():
@@ -145,8 +156,13 @@ def test_no_method_reads_memory_that_is_not_its_own():
     [
         lambda part: torch.utils.dlpack.to_dlpack(part),
         lambda part: torch.from_dlpack(part),
+        lambda part: torch.Tensor.untyped_storage(part),
         lambda part: torch.empty(0).set_(part),
         lambda part: np.asarray(part),
+        lambda part: part.apply_(lambda value: value),
+        lambda part: part.is_shared(),
+        lambda part: part.pin_memory(),
+        lambda part: part.share_memory_(),
         lambda part: _create_cpu_state_dict({"part": part}, share_memory=True),
         lambda part: setattr(torch.ones(3, 5), "data", part),
         lambda part: reduce_tensor(part),

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import pickle
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
@@ -33,6 +33,9 @@ from poplar.checkpoint.files.stored_files import read_stored
 from poplar.values.errors import DamagedCheckpoint
 
 METADATA = ".metadata"
+
+_MOST_CUT_DIMS = 8
+"""More dimensions than the parts of one tensor are cut along."""
 
 _CLASSES = (
     Metadata,
@@ -147,22 +150,42 @@ def _check(metadata: Metadata) -> None:
         expect(is_count(place.offset) and is_count(place.length), "the bytes of", name)
         expect(place.transform_descriptors is None, "transforms, such as compression, of", name)
     for name, path in (metadata.planner_data or {}).items():
-        is_path = type(path) is tuple and {str, int}.issuperset(map(type, path))
-        expect(is_path and bool(path), "the nested form of", name)
+        expect(type(path) is tuple and path != (), "the nested form of", name)
+        for step in path:  # torch fills a list up to an index
+            is_index = is_count(step) and step < len(metadata.planner_data)
+            expect(type(step) is str or is_index, "the nested form of", name)
 
 
 def _check_tensor(name: str, found: TensorStorageMetadata) -> None:
-    """Check shapes and parts. Parts that overlap show when the elements are read."""
+    """Check shapes and parts."""
     expect(type(found) is TensorStorageMetadata, "the shape of", name)
     expect(isinstance(found.properties.dtype, torch.dtype), "the dtype of", name)
     size = found.size
     for shape in (size, *itertools.chain(*((part.offsets, part.sizes) for part in found.chunks))):
         is_shape = type(shape) is torch.Size and len(shape) == len(size)
         expect(is_shape and all(map(is_count, shape)), "a shape of", name)
-    parts = {part.offsets: math.prod(part.sizes) for part in found.chunks if 0 not in part.sizes}
-    numel = sum(math.prod(part.sizes) for part in found.chunks)
-    expect(
-        sum(parts.values()) == numel == math.prod(size),
-        "parts that do not make up the shape of",
-        name,
-    )
+    boxes = [(part.offsets, part.sizes) for part in found.chunks]
+    expect(_tiles(size, boxes), "parts that do not make up the shape of", name)
+
+
+def _tiles(size: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes (offsets and sizes) cover a tensor once: the signs of their corners cancel."""
+    whole = (torch.Size([0] * len(size)), size)
+    if all(box == whole for box in boxes):
+        return len(boxes) == 1 or 0 in size
+    cut = [
+        dim
+        for dim in range(len(size))
+        if any((offsets[dim], sizes[dim]) != (0, size[dim]) for offsets, sizes in boxes)
+    ]
+    if len(cut) > _MOST_CUT_DIMS:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, (offsets, sizes) in [(-1, whole), *((1, box) for box in boxes)]:
+        if 0 in sizes:
+            continue
+        for upper in itertools.product((0, 1), repeat=len(cut)):
+            ends = zip(cut, upper, strict=True)
+            corner = tuple(offsets[dim] + is_upper * sizes[dim] for dim, is_upper in ends)
+            corners[corner] += sign * (-1) ** sum(upper)
+    return not any(corners.values())
