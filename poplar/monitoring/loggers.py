@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -251,18 +250,7 @@ class RunFile:
             # A job that is stopped while it writes leaves the record of the report before.
             written = self._path.with_name(f"{self._path.name}.new")
             record.to_json(written)
-            try:
-                written.replace(self._path)
-            except OSError as error:
-                written.unlink(missing_ok=True)
-                if error.errno != errno.EBUSY:
-                    raise
-                raise OSError(
-                    error.errno,
-                    "the file is a mount of its own, as in a container, so it cannot be replaced; "
-                    "mount its folder instead, or write to a file in another folder",
-                    str(self._path),
-                ) from error
+            written.replace(self._path)
 
     def close(self) -> None:
         """Nothing is left to write."""

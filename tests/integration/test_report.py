@@ -60,25 +60,12 @@ class TestRecords:
         record.to_json(tmp_path / "run.json")
         assert RunRecord.from_json(tmp_path / "run.json") == record
 
-    def test_optional_fields_may_be_missing(self, record):
-        bare = dataclasses.replace(
-            record,
-            sum_of_speeds=None,
-            runs=(Run(name="planned", plan=record.chosen.plan, step_seconds=(1.0,)),),
-        )
-        assert RunRecord.from_dict(json.loads(json.dumps(bare.to_dict()))) == bare
-
     @pytest.mark.parametrize(
         ("change", "complaint"),
         [
-            (lambda c: c.update(version=7), "run format 7"),
-            (lambda c: c.pop("profile"), "profile"),
-            (lambda c: c.update(color="red"), "color"),
             (lambda c: c.update(runs=[]), "at least one run"),
             (lambda c: c["runs"].append(c["runs"][0]), "different names"),
             (lambda c: c["runs"][0].update(step_seconds=[]), "at least one step"),
-            (lambda c: c["runs"][0].update(step_seconds=[0.0]), "above 0"),
-            (lambda c: c["runs"][0].update(step_seconds=["1"]), "must be a number"),
             (lambda c: c["runs"][0]["spans"].pop(), "spans of 3 ranks"),
             (lambda c: c["runs"][0]["spans"][0][0].update(kind="sleep"), "one of pass, wait"),
             (lambda c: c["runs"][0]["spans"][0][0].update(stop=0.0), "starts before it stops"),
@@ -93,13 +80,6 @@ class TestRecords:
         with pytest.raises(ValueError, match=complaint) as caught:
             RunRecord.from_json(path)
         assert str(path) in str(caught.value)
-
-    @pytest.mark.parametrize("text", ["", "{", "[]", '"run"', "{}"])
-    def test_a_file_without_a_record_is_named(self, tmp_path, text):
-        path = tmp_path / "run.json"
-        path.write_text(text)
-        with pytest.raises(ValueError, match=re.escape(str(path))):
-            RunRecord.from_json(path)
 
     def test_a_plan_for_other_ranks_is_refused(self, record):
         lone = Run(name="lone", plan=Plan.even(2, 8, 4, 0), step_seconds=(1.0,))
@@ -305,35 +285,31 @@ class TestReasons:
 
 
 class TestUnusualRuns:
-    def test_one_run_without_trace_losses_or_prediction(self, record, tmp_path):
-        bare = dataclasses.replace(
-            record,
-            sum_of_speeds=None,
-            runs=(Run(name="only", plan=record.chosen.plan, step_seconds=(1.0,)),),
-        )
+    def test_one_rank_and_one_run_without_trace_losses_or_prediction(self, tmp_path):
+        record = synthetic_record(speeds=(20.0,))
+        run = Run(name="only", plan=record.chosen.plan, step_seconds=(1.0,))
+        bare = dataclasses.replace(record, sum_of_speeds=None, runs=(run,))
         write_report(bare, tmp_path / "report.html")
         text = (tmp_path / "report.html").read_text(encoding="utf-8")
         assert not Page(text).open
         assert text.count("<figure>") == 2, "curves and predictions"
 
-    def test_report_of_one_rank_is_written(self, tmp_path):
-        write_report(synthetic_record(speeds=(20.0,)), tmp_path / "report.html")
-
-    def test_more_ranks_than_colors_are_drawn_by_device_name(self, tmp_path):
-        names = ["NVIDIA A100-SXM4-80GB"] * 6 + ["Tesla V100-SXM2-16GB"] * 6
-        speeds = [30.0 + r for r in range(6)] + [12.0 + r / 2 for r in range(6)]
-        write_report(synthetic_record(speeds, names=names, stage=1), tmp_path / "report.html")
-
-    def test_ranks_without_samples(self, record, tmp_path):
+    def test_ranks_without_samples_and_losses_that_are_not_finite(self, record, tmp_path):
         plan = Plan(
             stage=2,
             global_batch=24,
             micro_batches=((4, 8), (0, 0), (6, 6), (0, 0)),
             shares=(0.5, 0.25, 0.25, 0.0),
         )
-        run = Run(name="planned", plan=plan, step_seconds=(1.0, 1.1), losses=(2.0, 1.0))
+        losses = (2.0, float("nan"), float("inf"), 1.0)
+        run = Run(name="planned", plan=plan, step_seconds=(1.0, 1.1, 1.0), losses=losses)
         write_report(dataclasses.replace(record, runs=(run,)), tmp_path / "report.html")
         assert not Page((tmp_path / "report.html").read_text(encoding="utf-8")).open
+
+    def test_more_ranks_than_colors_are_drawn_by_device_name(self, tmp_path):
+        names = ["NVIDIA A100-SXM4-80GB"] * 6 + ["Tesla V100-SXM2-16GB"] * 6
+        speeds = [30.0 + r for r in range(6)] + [12.0 + r / 2 for r in range(6)]
+        write_report(synthetic_record(speeds, names=names, stage=1), tmp_path / "report.html")
 
     def test_a_plan_beyond_the_profile_is_shown_without_a_prediction(self, record, tmp_path):
         plan = Plan.even(4, 400, 100, 0)
@@ -341,11 +317,6 @@ class TestUnusualRuns:
         write_report(dataclasses.replace(record, runs=(run,)), tmp_path / "report.html")
         content = (tmp_path / "report.html").read_text(encoding="utf-8")
         assert "goes beyond what was measured" in content
-
-    def test_a_loss_that_is_not_finite_is_drawn_as_a_gap(self, record, tmp_path):
-        run = dataclasses.replace(record.chosen, losses=(2.0, float("nan"), float("inf"), 1.0))
-        write_report(dataclasses.replace(record, runs=(run,)), tmp_path / "report.html")
-
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
 def test_without_a_package_the_error_says_what_to_install(package, record, tmp_path, monkeypatch):
