@@ -15,8 +15,6 @@ from poplar.doctor import examine
 from poplar.doctor.facts import own_device
 from poplar.values.errors import PoplarError
 
-_LAUNCHER_VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 
 def chosen_device(choice: str) -> torch.device:
     """This rank's device.
@@ -44,11 +42,10 @@ def joined(device: torch.device) -> Iterator[tuple[int, int]]:
 
     Raises:
         PoplarError: the ranks cannot work together; lists the doctor's problems.
-        ValueError: only a part of the launcher's environment variables is set.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if _is_launched():
+    if "RANK" in os.environ:
         problems = [found for found in examine(device).findings if found.kind == "problem"]
         if problems:
             raise PoplarError(". ".join(map(str, problems)))
@@ -63,18 +60,6 @@ def joined(device: torch.device) -> Iterator[tuple[int, int]]:
         yield dist.get_rank(), dist.get_world_size()
     finally:
         dist.destroy_process_group()
-
-
-def _is_launched() -> bool:
-    if "RANK" not in os.environ:
-        return False
-    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"the environment has RANK, but not {', '.join(missing)}; start several ranks with "
-            "torchrun --nproc-per-node N -m poplar ..., or unset RANK for a single one"
-        )
-    return True
 
 
 def _backends(device: torch.device) -> str:

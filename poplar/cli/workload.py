@@ -12,7 +12,6 @@ Every rank calls the function and must build the same model; `load` seeds torch 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -48,16 +47,7 @@ class Workload:
     """As for `train_step`."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module):
-            raise TypeError(
-                f"Workload.model must be a torch.nn.Module, got {type(self.model).__name__}"
-            )
-        if not callable(self.loss_fn):
-            raise TypeError(
-                "Workload.loss_fn must be a function of the model and a batch, got "
-                f"{type(self.loss_fn).__name__}"
-            )
-        pytree.samples_in(self.example_batch)
+        pytree.samples_in(self.example_batch)  # raises unless it is a batch
 
     def to(self, device: torch.device, *, whole: bool) -> Workload:
         """This workload on `device`; the model is moved in place.
@@ -108,12 +98,7 @@ def load(address: str) -> Workload:
     module = _run_file(Path(where))
     function = getattr(module, name, None)
     if not callable(function):
-        defined = [
-            name
-            for name, value in inspect.getmembers(module, inspect.isfunction)
-            if value.__module__ == module.__name__ and not name.startswith("_")
-        ]
-        raise ValueError(f"{where} has no function {name!r}; it has {', '.join(defined) or 'none'}")
+        raise ValueError(f"{where} has no function {name!r}")
     returned = function()
     if isinstance(returned, Workload):
         return returned
@@ -138,9 +123,5 @@ def _run_file(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     sys.modules[name] = module  # dataclasses and pickle look modules up by name
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    spec.loader.exec_module(module)
     return module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +11,13 @@ import torch
 import torchrun
 import typer
 from clusters import cluster_of, device
-from torch import nn
+from records import synthetic_record
 from typer.testing import CliRunner
 
 import poplar
-from poplar.cli import checkpoint
 from poplar.cli.app import app
-from poplar.cli.options import of_rank
+from poplar.cli.options import of_rank, writable
 from poplar.cli.output import command_output
-from poplar.cli.process_group import joined
 from poplar.cli.workload import Workload, load
 from poplar.planner.search import CHOICES, POLICIES, plan_or_error
 from poplar.programmes.graph.placement import Sharded
@@ -33,7 +30,6 @@ GIB = 1 << 30
 
 TRAIN = """
 import torch
-from torch import nn
 
 def loss_fn(model, batch):
     return (model(batch["x"]) - batch["y"]).square().mean()
@@ -125,13 +121,8 @@ def test_plan_prints_a_table_and_writes_the_plan(measured, tmp_path):
     assert "stage 1" in shown.stdout
     assert "note: rank 1 was throttled" in shown.stdout
     assert f"written to {path}" in shown.stdout
-
-
-def test_plan_prints_the_plan_as_json(measured):
-    printed = run("plan", measured, "--global-batch", 24, "--json")
-    chosen = Plan.from_dict(json.loads(printed.stdout))
-    assert chosen.global_batch == 24
-    assert chosen.prediction["step_seconds"] > 0
+    printed = run("plan", measured, "--global-batch", 24, "--stage", "1", "--json")
+    assert Plan.from_dict(json.loads(printed.stdout)) == chosen
 
 
 def test_plan_compares_stages_and_policies(measured):
@@ -177,7 +168,6 @@ def test_plan_explains_bottleneck_changes_and_contributions(measured):
 
 WIDE = """
 import torch
-from torch import nn
 
 from poplar.cli.workload import Workload
 
@@ -232,45 +222,34 @@ def test_plan_divides_the_tensors_of_a_workload(slow_network, wide):
     assert Plan.from_dict(document["plan"]).global_batch == 8
 
 
-def test_plan_says_why_there_is_no_programme(slow_network, wide, tmp_path):
+@pytest.mark.parametrize(
+    ("workload", "dtype", "reason"),
+    [
+        ("with_dropout", "torch.float32", "aten.dropout.default draws random numbers"),
+        ("with_sums", "as the model is", "loss='sum', but programmes need"),
+        ("with_muon", "torch.float32", "the granularity 'parameter'"),
+        ("workload", "torch.bfloat16", "compute_dtype is torch.bfloat16, but"),
+    ],
+)
+def test_plan_says_why_there_is_no_programme(slow_network, wide, tmp_path, workload, dtype, reason):
     """The plan is written nevertheless."""
-    path = tmp_path / "plan.json"
-    arguments = ("--global-batch", 8, "--programme", f"{wide}:with_dropout")
-    shown = run("plan", slow_network, *arguments, "--output", path)
-    assert shown.exit_code == 0, shown.output
-    assert "No programme: aten.dropout.default draws random numbers" in shown.stdout
-    assert Plan.from_json(path).global_batch == 8
-    document = json.loads(run("plan", slow_network, *arguments, "--json").stdout)
-    assert document["programme"]["programme"] is None
-    assert "draws random numbers" in document["programme"]["reason"]
-
-
-def test_plan_shows_no_programme_that_distribute_would_not_use(slow_network, wide):
     profile = ClusterProfile.from_json(slow_network)
-    for dtype, workload, reason in (
-        ("as the model is", "with_sums", "No programme: loss='sum', but programmes need"),
-        ("torch.float32", "with_muon", "the granularity 'parameter'"),
-        ("torch.bfloat16", "workload", "No programme: compute_dtype is torch.bfloat16, but"),
-        ("torch.float32", "workload", ""),
-    ):
-        replace(profile, identity={"compute_dtype": dtype}).to_json(slow_network)
-        arguments = ("--global-batch", 8, "--programme", f"{wide}:{workload}")
-        shown = run("plan", slow_network, *arguments)
-        assert shown.exit_code == 0, shown.output
-        assert (reason or "times as fast as data parallelism") in shown.stdout
+    replace(profile, identity={"compute_dtype": dtype}).to_json(slow_network)
+    path = tmp_path / "plan.json"
+    arguments = ("--global-batch", 8, "--programme", f"{wide}:{workload}", "--output", path)
+    shown = run("plan", slow_network, *arguments, "--json")
+    assert shown.exit_code == 0, shown.output
+    document = json.loads(shown.stdout)["programme"]
+    assert document["programme"] is None
+    assert document["reason"].startswith("No programme: ")
+    assert reason in document["reason"]
+    assert Plan.from_json(path).global_batch == 8
 
 
 def test_plan_refuses_a_workload_that_was_not_profiled(measured, wide):
     failed = run("plan", measured, "--global-batch", 8, "--programme", f"{wide}:workload")
     assert failed.exit_code == 1
     assert "a model with 3000 trained elements, but that of" in failed.stderr
-
-
-def test_explain_combines_with_compare(measured):
-    arguments = ("--compare", "--explain", "--json")
-    document = json.loads(run("plan", measured, "--global-batch", 24, *arguments).stdout)
-    assert set(document) == {"plan", "stages", "policies", "explanation"}
-    assert document["policies"]["even"]["prediction"]["optimality_gap"] is None
 
 
 def test_a_policy_without_a_plan_is_listed_with_its_reason(tmp_path):
@@ -295,25 +274,13 @@ def test_a_plan_that_does_not_fit_is_a_one_line_error(tmp_path):
     assert "rank" in json.loads(printed.stdout)["error"]
 
 
-def test_a_damaged_profile_is_named(tmp_path):
-    path = tmp_path / "cluster.json"
-    path.write_text("{")
-    shown = run("plan", path, "--global-batch", 24)
-    assert shown.exit_code == 1
-    assert str(path) in shown.stderr
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--global-batch", "0"],
-        ["--global-batch", "many"],
         ["--global-batch", "8", "--stage", "4"],
         ["--global-batch", "8", "--stage", "fast"],
         ["--global-batch", "8", "--policy", "best"],
-        ["--global-batch", "8", "--max-micro-batch", "0"],
-        ["--global-batch", "8", "--unknown"],
-        [],
     ],
 )
 def test_invalid_arguments_exit_with_2(measured, arguments):
@@ -328,39 +295,14 @@ def test_an_unknown_device_type_exits_with_2():
     assert "auto, cuda, cpu" in shown.stderr
 
 
-def test_missing_files_exit_with_2(tmp_path):
-    for command in (["plan", "--global-batch", "8"], ["report"]):
-        assert run(command[0], tmp_path / "none.json", *command[1:]).exit_code == 2
-    assert run("verify", "train.py:workload", "--plan", tmp_path / "none.json").exit_code == 2
-
-
-def written_files():
-    """How each command checks each of the files that it writes."""
-    for command in (*app.registered_commands, *checkpoint.commands.registered_commands):
-        hints = typing.get_type_hints(command.callback, include_extras=True)
-        for name, hint in hints.items():
-            kind, *given = typing.get_args(hint) if hasattr(hint, "__metadata__") else (None,)
-            is_path = kind is Path or Path in typing.get_args(kind)
-            if is_path and not given[0].exists and name not in ("records", "folder"):
-                label = f"{command.callback.__name__} {name}"
-                yield pytest.param(given[0].callback, id=label)
-
-
-@pytest.mark.parametrize("check", written_files())
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(check, tmp_path):
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "output", tmp_path):
         with pytest.raises(typer.BadParameter, match="cannot write"):
-            check(path)
+            writable(path)
     path = tmp_path / "new" / "folder" / "output"
-    assert check(path) == path
+    assert writable(path) == path
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "new"]
-
-
-def test_plan_creates_the_folder_of_the_plan(measured, tmp_path):
-    path = tmp_path / "missing" / "plan.json"
-    assert run("plan", measured, "--global-batch", 12, "-o", path).exit_code == 0
-    assert Plan.from_json(path).global_batch == 12
 
 
 def test_memory_limits_are_one_for_all_or_one_per_rank():
@@ -401,29 +343,6 @@ def test_only_rank_0_prints_results(monkeypatch, capsys):
     assert printed.err == "poplar: rank 1: an error\n"
 
 
-def test_the_command_line_needs_no_extra():
-    tomllib = pytest.importorskip("tomllib")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"rich", "typer"} <= {name.partition(">")[0] for name in project["dependencies"]}
-    assert project["optional-dependencies"]["cli"] == [], "old install commands still work"
-
-
-def test_tables_and_lines_are_printed_whole(capsys):
-    with command_output(as_json=False, debug=False) as output:
-        output.show_table(("one", "two"), ("a" * 300, "b" * 300))
-        output.show("c" * 300)
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert any("a" * 300 in line and "b" * 300 in line for line in lines)
-    assert "c" * 300 in lines
-
-
-def test_a_rank_without_the_rest_of_the_launchers_environment_names_torchrun(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ValueError, match=r"not WORLD_SIZE.*torchrun"), joined(torch.device("cpu")):
-        pass
-
-
 def test_a_workload_is_loaded_from_a_file(train):
     work = load(f"{train}:workload")
     assert isinstance(work, Workload)
@@ -445,25 +364,14 @@ def test_the_workload_of_the_examples_loads():
     [
         ("train.py", ValueError, "expected a file, a colon and a function"),
         ("{}/none.py:workload", ValueError, "does not exist"),
-        ("{}/train.py:none", ValueError, "it has broken, coupled, loss_fn, nothing, workload"),
         ("{}/train.py:SIZE", ValueError, "no function 'SIZE'"),
         ("{}/train.py:nothing", ValueError, "got NoneType"),
-        ("some.module:workload", ValueError, "expected a file, a colon and a function"),
         ("{}/train.py:broken", RuntimeError, "no data here"),
     ],
 )
 def test_a_missing_or_invalid_workload_is_refused(train, address, error, pattern):
     with pytest.raises(error, match=pattern):
         load(address.format(train.parent))
-
-
-def test_a_workload_is_checked_at_construction():
-    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
-        Workload(print, print, torch.zeros(2))
-    with pytest.raises(TypeError, match="must be a function"):
-        Workload(nn.Linear(1, 1), None, torch.zeros(2))
-    with pytest.raises(ValueError, match="samples"):
-        Workload(nn.Linear(1, 1), print, (torch.zeros(2), torch.zeros(3)))
 
 
 def test_profile_plan_and_verify_on_one_rank(train, tmp_path):
@@ -493,58 +401,38 @@ def test_verify_on_two_ranks_finds_a_loss_that_couples_samples(train, tmp_path):
     assert not json.loads(printed.stdout)["ok"]
 
 
-MEAN_OVER_TOKENS = """
+TOKENS_IN_16_BITS = """
 import torch
-from torch import nn
-from poplar import tokens
+import poplar
 from poplar.cli.workload import Workload
 
 def loss_fn(model, batch):
     kept = batch["labels"] >= 0
     return (model(batch["x"]).squeeze(-1) - batch["labels"])[kept].square().mean()
 
-def workload():
-    labels = torch.randint(0, 5, (4, 6))
-    labels[0, 1:] = labels[2, 3:] = -100
-    batch = {"x": torch.randn(4, 6, 8), "labels": labels}
-    return Workload(nn.Linear(8, 1), loss_fn, batch, weight=tokens(shift=False))
-"""
-
-
-def test_verify_uses_the_weight_of_the_workload(tmp_path):
-    plan, script = tmp_path / "p.json", tmp_path / "tokens.py"
-    Plan.manual("2", stage=1, passes=2).to_json(plan)
-    script.write_text(MEAN_OVER_TOKENS)
-    printed = launch("verify", f"{script}:workload", "--plan", plan, "--device", "cpu")
-    assert printed.returncode == 0, printed.stdout + printed.stderr
-
-
-UNITS_ON_META = """
-import torch
-from torch import nn
-import poplar
-from poplar.cli.workload import Workload
-
-def loss_fn(model, batch):
-    return model(batch).square().mean()
-
 def build():
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
 
-def workload():
+def made_of(model):
+    labels = torch.randint(0, 5, (4, 6))
+    labels[0, 1:] = labels[2, 3:] = -100
+    batch = {"x": torch.randn(4, 6, 8), "labels": labels}
     options = {"lr": 0.1, "units": [nn.Linear], "compute_dtype": torch.bfloat16}
-    return Workload(build(), loss_fn, torch.randn(4, 8), optimizer_arguments=options)
+    weight = poplar.tokens(shift=False)
+    return Workload(model, loss_fn, batch, optimizer_arguments=options, weight=weight)
+
+def workload():
+    return made_of(build())
 
 def on_meta():
     with poplar.parameters_on_meta():
-        model = build()
-    return Workload(model, loss_fn, torch.randn(4, 8), optimizer_arguments={"units": [nn.Linear]})
+        return made_of(build())
 """
 
 
 def test_a_model_on_meta_is_profiled_and_not_verified(tmp_path):
     script, path, plan = tmp_path / "train.py", tmp_path / "c.json", tmp_path / "p.json"
-    script.write_text(UNITS_ON_META)
+    script.write_text(TOKENS_IN_16_BITS)
     Plan.manual("2", stage=3).to_json(plan)
     shown = launch(
         *("profile", f"{script}:on_meta", "-o", path, "--seconds", 0.5, "--max-batch", 2),
@@ -557,11 +445,11 @@ def test_a_model_on_meta_is_profiled_and_not_verified(tmp_path):
     assert "this command needs the whole model on every rank" in printed.stderr
 
 
-def test_verify_uses_the_units_and_dtypes_of_the_workload(tmp_path):
+def test_verify_uses_the_weight_units_and_dtypes_of_the_workload(tmp_path):
     script, plan = tmp_path / "train.py", tmp_path / "p.json"
-    script.write_text(UNITS_ON_META)
+    script.write_text(TOKENS_IN_16_BITS)
     units = (UnitPlan("0", recomputed_on=(0,)), UnitPlan("1"))
-    replace(Plan.manual("2", stage=3), units=units).to_json(plan)
+    replace(Plan.manual("2", stage=3, passes=2), units=units).to_json(plan)
     arguments = ("--plan", plan, "--json", "--device", "cpu")
     printed = launch("verify", f"{script}:workload", *arguments)
     assert printed.returncode == 0, printed.stderr
@@ -577,35 +465,11 @@ def test_a_plan_for_other_ranks_names_the_torchrun_command(train, tmp_path):
     assert "Traceback" not in printed.stderr
 
 
-@pytest.mark.full  # verify is launched above, and tests of the doctor compare ranks
-def test_doctor_compares_launched_ranks():
-    printed = launch("doctor", "--json", "--device", "cpu", ranks=2)
-    document = json.loads(printed.stdout)
-    assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
-
-
 def test_a_recorded_run_becomes_a_report(tmp_path):
-    pytest.importorskip("matplotlib")
-    from poplar.monitoring import Run, RunRecord
-
-    chosen = Plan.manual("3,1", stage=1)
-    record = RunRecord(
-        title="a run",
-        profile=cluster(),
-        runs=(
-            Run(
-                name="planned",
-                plan=chosen,
-                losses=(2.0, 1.0),
-                step_seconds=(0.1, 0.1),
-                predicted_step_seconds=0.1,
-                spans=((), ()),
-            ),
-        ),
-    )
+    record = synthetic_record()
     source, page = tmp_path / "run.json", tmp_path / "out" / "report.html"
     record.to_json(source)
     printed = run("report", source, "-o", page, "--json")
     assert printed.exit_code == 0, printed.output
     assert json.loads(printed.stdout)["report"] == str(page)
-    assert "a run" in page.read_text()
+    assert record.title in page.read_text()
