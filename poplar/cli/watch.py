@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from poplar.cli.options import Debug, writable
 from poplar.cli.output import command_output
-from poplar.values.formatting import format_percent, format_seconds
+from poplar.values.formatting import format_percent, format_seconds, format_table
 from poplar.values.schema import json_text
 from poplar.watch.job import run
 from poplar.watch.records import ENDINGS, RANKS, read_endings, read_records
@@ -59,7 +56,7 @@ def watch(
         command_output(as_json=False, debug=debug),
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name,
     ):
-        console, folder = Console(stderr=True, highlight=False), (records or Path(name)).absolute()
+        folder = (records or Path(name)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         if old := sorted([*folder.glob(RANKS), *folder.glob(ENDINGS)]):
             raise ValueError(
@@ -69,21 +66,20 @@ def watch(
         def look() -> None:
             verdict = judge(read_records(folder))
             if verdict is not None:
-                console.print(table_of(verdict))
+                print(table_of(verdict), file=sys.stderr)
 
         status = run(command, folder, every, look)
         # An error after the end of the job is printed, and does not replace its exit code.
         with suppress(typer.Exit), command_output(as_json=False, debug=debug):
             endings = read_endings(folder)
             verdict = judge(read_records(folder), endings)
-            _conclude(verdict, endings, console, json_file, html_file)
+            _conclude(verdict, endings, json_file, html_file)
     raise typer.Exit(status)
 
 
 def _conclude(
     verdict: Verdict | None,
     endings: Sequence[str],
-    console: Console,
     json_file: Path | None,
     html_file: Path | None,
 ) -> None:
@@ -92,8 +88,7 @@ def _conclude(
         ended = f"poplar watch: no step was recorded on all ranks: {'; '.join(endings)}."
         print(ended if endings else NOTHING_RECORDED, file=sys.stderr)
         return
-    console.print(table_of(verdict))
-    console.print(*verdict.sentences(), sep="\n", markup=False)
+    print(table_of(verdict), *verdict.sentences(), sep="\n", file=sys.stderr)
     if json_file is not None:
         text = json_text(verdict.to_dict(), indent=2)
         json_file.write_text(text + "\n", encoding="utf-8")
@@ -103,16 +98,16 @@ def _conclude(
         write_page(html_file, "watch.html", verdict=verdict)
 
 
-def table_of(verdict: Verdict) -> Table:
+def table_of(verdict: Verdict) -> str:
     """What each rank does in a step."""
-    table = Table(title=f"{verdict.engine}, {verdict.steps} steps", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("rank", "step", "compute", "input", "optimizer", "network", "waiting", "for"):
-        table.add_column(name, justify="right", no_wrap=True)
+    header = ("rank", "step", "compute", "input", "optimizer", "network", "waiting", "for")
+    rows: list[tuple[str, ...]] = [header]
     for time in verdict.ranks:
         waiting = sum(time.waiting)
         late = max(range(len(time.waiting)), key=time.waiting.__getitem__)
         parts = (time.compute, time.input, time.optimizer, time.network, waiting)
         cells = (format_percent(seconds / time.step) for seconds in parts)
         on = f"rank {verdict.ranks[late].rank}" if waiting else ""
-        table.add_row(str(time.rank), format_seconds(time.step), *cells, on)
-    return table
+        rows.append((str(time.rank), format_seconds(time.step), *cells, on))
+    table = format_table(*rows, right=range(len(header)))
+    return f"{verdict.engine}, {verdict.steps} steps\n{table}\n"

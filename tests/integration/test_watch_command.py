@@ -153,18 +153,6 @@ def test_records_that_cannot_be_read_do_not_end_the_watch_of_a_job(tmp_path, mon
     assert capsys.readouterr().err.count("KeyError") == 2  # while it runs, and at the end
 
 
-def test_a_summary_that_cannot_be_written_leaves_the_exit_status_of_the_job(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    (tmp_path / "job.py").write_text(JOB)
-    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "store")]
-    with pytest.raises(typer.Exit) as end:
-        watch(command, every=100.0, json_file=tmp_path)
-    assert end.value.exit_code == 3
-    assert "Is a directory" in capsys.readouterr().err
-
-
 def test_a_report_without_jinja2_is_refused_before_the_job_starts(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     started = tmp_path / "started"

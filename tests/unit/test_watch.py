@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poplar.watch import verdict
-from poplar.watch.job import run
+from poplar.watch.job import PASSED_ON, run
 from poplar.watch.records import RankRecord, StepRecord, Wait, align_clocks, read_records
 from poplar.watch.verdict import ADVICE, COMPUTE, INPUT, NETWORK, judge
 
@@ -175,21 +175,18 @@ def test_ranks_without_a_common_step_have_no_verdict():
     assert judge([first, replace(second, steps=())]) is None
 
 
+def record_text(rank, world_size, steps):
+    """The file of a rank with equal steps."""
+    header = {"rank": rank, "world_size": world_size, "host": "a", "clock": "b", "engine": "DDP",
+              "device": "CPU"}  # fmt: skip
+    step = {"number": 7, "begin": 1.0, "end": 3.0, "samples": 4, "batches": 2, "data": 0.5,
+            "optimizer": 0.0, "waits": [["0/0", 1.5, 2.0, 2.5]]}  # fmt: skip
+    lines = (json.dumps(line, separators=(",", ":")) for line in [header, *[step] * steps])
+    return "".join(f"{line}\n" for line in lines)
+
+
 def test_records_are_read_while_a_line_is_being_written(tmp_path):
-    header = {
-        "rank": 0,
-        "world_size": 1,
-        "host": "a",
-        "clock": "b",
-        "engine": "DDP",
-        "device": "CPU",
-    }
-    step = {
-        "number": 7, "begin": 1.0, "end": 3.0, "samples": 4, "batches": 2, "data": 0.5,
-        "optimizer": 0.0, "waits": [["0/0", 1.5, 2.0, 2.5]],
-    }  # fmt: skip
-    text = "\n".join(json.dumps(line, separators=(",", ":")) for line in (header, step, step))
-    (tmp_path / "rank-0.jsonl").write_text(text[:-5])
+    (tmp_path / "rank-0.jsonl").write_text(record_text(0, 1, steps=2)[:-5])
     (rank,) = read_records(tmp_path)
     assert rank.steps == (
         StepRecord(
@@ -209,12 +206,7 @@ def test_a_verdict_on_some_of_the_ranks_says_so():
 
 def test_ranks_of_an_earlier_start_with_more_ranks_are_not_read(tmp_path):
     for rank, world_size in enumerate([2, 2, 3]):
-        header = {"rank": rank, "world_size": world_size, "host": "a", "clock": "b",
-                  "engine": "DDP", "device": "CPU"}  # fmt: skip
-        step = {"number": 7, "begin": 0.0, "end": 1.0, "samples": 0, "batches": 0, "data": 0.0,
-                "optimizer": 0.0, "waits": []}  # fmt: skip
-        lines = [json.dumps(line, separators=(",", ":")) + "\n" for line in (header, step)]
-        (tmp_path / f"rank-{rank}.jsonl").write_text("".join(lines))
+        (tmp_path / f"rank-{rank}.jsonl").write_text(record_text(rank, world_size, steps=1))
     assert [record.rank for record in read_records(tmp_path)] == [0, 1]
 
 
@@ -281,11 +273,7 @@ sys.exit(run([sys.executable, "-c", code, sys.argv[1]], Path(), 0.1, lambda: Non
 
 
 @pytest.mark.parametrize(
-    ("sent", "name"),
-    [
-        ("terminal", "SIGINT"),
-        *(("kill", f"SIG{name}") for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2")),
-    ],
+    ("sent", "name"), [("terminal", "SIGINT"), *(("kill", each.name) for each in sorted(PASSED_ON))]
 )
 def test_a_signal_reaches_the_job_once(sent, name):
     """The terminal sends Ctrl-C to the job, too; `kill` sends it to the watcher alone."""
