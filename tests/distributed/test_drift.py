@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -41,6 +42,7 @@ FACTOR = 2.5
 STEPS = 96
 NEW_ENGINE = 20
 """Step before which stage 0 becomes stage 1: the speeds are followed across the change."""
+EVEN = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1)
 
 
 def profile(ranks: int = RANKS, collective: float = 1e-4) -> ClusterProfile:
@@ -74,25 +76,40 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
 
-def train(stage: int, *, open_form: bool, replan: str) -> Outcome:
+def an_optimizer(plan: Plan | None, **options: Any) -> HeteroZeroOptimizer:
+    """SGD on a layer, which is the same on all ranks."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1).to(harness.device())
+    given = {"process_group": harness.group(), "lr": 1e-2, **options}
+    return HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, **given)
+
+
+def layers_and_adamw(plan: Plan) -> tuple[nn.Module, HeteroZeroOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 1))
-    plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, stage)
-    group = harness.group()
-    optimizer = HeteroZeroOptimizer(
-        model.to(harness.device()), torch.optim.AdamW, plan=plan, process_group=group, lr=1e-2
-    )
-    follower = optimizer.follow_drift(profile(), replan=replan)
-    rank, outcome, step = harness.rank(), Outcome([], [], [], []), 0
+    given = {"plan": plan, "process_group": harness.group(), "lr": 1e-2}
+    return model, HeteroZeroOptimizer(model.to(harness.device()), torch.optim.AdamW, **given)
+
+
+def slower_by(factor: Callable[[], float]) -> Any:
+    """A context in which a rank measures what the profile says, times this factor of a step."""
+    times = StepTiming.times
 
     def measured(timing: StepTiming) -> RankTimes:
-        slower = FACTOR if rank == 1 and step in SLOW else 1.0
-        return times(timing)._replace(compute_seconds=slower * times(timing).work.expected_seconds)
+        expected = times(timing).work.expected_seconds
+        return times(timing)._replace(compute_seconds=factor() * expected)
 
-    times = StepTiming.times
+    return mock.patch.object(StepTiming, "times", measured)
+
+
+def train(stage: int, *, open_form: bool, replan: str) -> Outcome:
+    plan, group = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, stage), harness.group()
+    model, optimizer = layers_and_adamw(plan)
+    follower = optimizer.follow_drift(profile(), replan=replan)
+    rank, outcome, step = harness.rank(), Outcome([], [], [], []), 0
     stack = ExitStack()
     if follower is not None:
-        stack.enter_context(mock.patch.object(StepTiming, "times", measured))
+        stack.enter_context(slower_by(lambda: FACTOR if rank == 1 and step in SLOW else 1.0))
     data = torch.randn(GLOBAL_BATCH * STEPS, 8, generator=torch.Generator().manual_seed(0))
     sampler = HeteroBatchSampler(len(data), plan, seed=0, rank=rank)
     batches = iter(DataLoader(data, batch_sampler=sampler))
@@ -168,23 +185,15 @@ def train_without_a_slow_rank(
     stage: int, slow_rank: int, *, open_form: bool, workers: int, replan: str
 ) -> Left:
     """A rank is 20x slower from `SLOW.start` on, and fast again once it has been left out."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 1))
     plan, group = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, stage), harness.group()
-    optimizer = HeteroZeroOptimizer(
-        model.to(harness.device()), torch.optim.AdamW, plan=plan, process_group=group, lr=1e-2
-    )
+    model, optimizer = layers_and_adamw(plan)
     given = profile(collective=0.003 if stage == 3 else 0.01)
     follower = optimizer.follow_drift(given, replan=replan, steps=100_000)
-    rank, step, seen, times = harness.rank(), 0, Left([], [], [], []), StepTiming.times
+    rank, step, seen = harness.rank(), 0, Left([], [], [], [])
 
     def factor() -> float:
         since = seen.active.index(False) if False in seen.active else step
         return 20.0 if rank == slow_rank and SLOW.start <= step < since + 10 else 1.0
-
-    def measured(timing: StepTiming) -> RankTimes:
-        expected = times(timing).work.expected_seconds
-        return times(timing)._replace(compute_seconds=factor() * expected)
 
     def seconds_of_work(_: torch.device) -> float:
         return factor()
@@ -208,7 +217,7 @@ def train_without_a_slow_rank(
     loader = DataLoader(data, batch_sampler=sampler, num_workers=workers)
     with ExitStack() as stack:
         if follower is not None:
-            stack.enter_context(mock.patch.object(StepTiming, "times", measured))
+            stack.enter_context(slower_by(factor))
             stack.enter_context(mock.patch.object(idle_speed, "seconds_of_work", seconds_of_work))
             stack.enter_context(mock.patch.object(idle_speed, "REST_SECONDS", 0.0))
             stack.enter_context(mock.patch.object(announcements, "_REPLY_SECONDS", 0.0))
@@ -258,9 +267,7 @@ def fail_in_a_change(failing: int) -> tuple[list[Failure], list[Failure]]:
     """What the step raises at whose end rank 0 is taken back and rank 2 left out, and the next."""
     plan = Plan.even(2, GLOBAL_BATCH, GLOBAL_BATCH, 1).beside((0,))
     with harness.separate_group() as group:
-        model = nn.Linear(8, 1).to(harness.device())
-        given = {"process_group": group, "timeout": timedelta(seconds=20), "lr": 1e-2}
-        optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, **given)
+        optimizer = an_optimizer(plan, process_group=group, timeout=timedelta(seconds=20))
         follower = optimizer.follow_drift(profile(), replan="auto")
         order = Plan.even(2, GLOBAL_BATCH, GLOBAL_BATCH, 1).beside((2,)), "another plan"
         regroup = TrainedModel.regroup
@@ -290,11 +297,7 @@ def test_a_rank_that_fails_in_the_change_is_named_on_all_ranks(ranks: Pool, fail
 
 def follow_plan_that_was_not_profiled(plan: Plan) -> tuple[list[str], Plan | None]:
     """Messages and the last plan, if rank 1 becomes slower a while after `apply_plan`."""
-    model, group = nn.Linear(8, 1).to(harness.device()), harness.group()
-    profiled = Plan.even(RANKS, GLOBAL_BATCH, 4, plan.stage)
-    optimizer = HeteroZeroOptimizer(
-        model, torch.optim.SGD, plan=profiled, process_group=group, lr=1e-2
-    )
+    optimizer = an_optimizer(Plan.even(RANKS, GLOBAL_BATCH, 4, plan.stage))
     measured = profile()
     small = tuple(replace(device, points=POINTS) for device in measured.devices)
     follower = optimizer.follow_drift(replace(measured, devices=small), replan="auto")
@@ -339,14 +342,12 @@ def evaluate_while_ranks_change(replan: str) -> tuple[list[float], list[str], li
 
     The plans change as if `follow_drift` had found them, and all ranks pass a loader each time.
     """
-    plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1)
+    plan = EVEN
     without = Plan.even(2, GLOBAL_BATCH, GLOBAL_BATCH, 1).beside((2,))
     own = torch.full((2, 8), float(harness.rank()), device=harness.device())
     losses: list[float] = []
     with harness.separate_group() as group:
-        model = nn.Linear(8, 1).to(harness.device())
-        given = {"process_group": group, "timeout": timedelta(seconds=20), "lr": 1e-2}
-        optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, **given)
+        optimizer = an_optimizer(plan, process_group=group, timeout=timedelta(seconds=20))
         follower = optimizer.follow_drift(profile(), replan=replan)
         assert follower is not None
 
@@ -383,19 +384,12 @@ def test_batches_of_a_rank_that_the_user_left_out_are_an_error(ranks: Pool) -> N
 
 def follow_beside_a_rank_that_is_left_out() -> tuple[list[str], list[int]]:
     """Messages, and the samples of the last step; rank 2 is slower."""
-    plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1).beside((0,))
-    model, group = nn.Linear(8, 1).to(harness.device()), harness.group()
-    optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, process_group=group, lr=1e-2)
+    optimizer = an_optimizer(EVEN.beside((0,)))
     follower = optimizer.follow_drift(profile(RANKS + 1), replan="auto", leave_out="never")
     assert follower is not None
-    rank, times, slower = harness.rank(), StepTiming.times, 1.0
-
-    def measured(timing: StepTiming) -> RankTimes:
-        return times(timing)._replace(compute_seconds=slower * times(timing).work.expected_seconds)
-
-    with mock.patch.object(StepTiming, "times", measured):
-        for step in range(SLOW.start + 20):
-            slower = FACTOR if rank == 2 and step in SLOW else 1.0
+    rank, step = harness.rank(), 0
+    with slower_by(lambda: FACTOR if rank == 2 and step in SLOW else 1.0):
+        for step in range(SLOW.start + 20):  # noqa: B007 (it is read above)
             samples = optimizer.plan.samples(rank) if optimizer.plan else 0
             batch = torch.ones(samples, 8, device=harness.device()) if samples else None
             optimizer.train_step(loss_fn, batch)
@@ -423,23 +417,18 @@ def follow_beside_changes_of_the_user(change: str) -> tuple[int, list[str], tupl
     Returns:
         The step of the last message, all messages, and the samples of the ranks in the end.
     """
-    plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1)
-    model, group = nn.Linear(8, 1).to(harness.device()), harness.group()
-    optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, process_group=group, lr=1e-2)
+    plan, group = EVEN, harness.group()
+    optimizer = an_optimizer(plan)
     follower = optimizer.follow_drift(profile(), replan="auto")
     assert follower is not None
-    rank, times, step, noted = harness.rank(), StepTiming.times, 0, 0
-
-    def measured(timing: StepTiming) -> RankTimes:
-        slower = FACTOR if rank == 1 and step in SLOW else 1.0
-        return times(timing)._replace(compute_seconds=slower * times(timing).work.expected_seconds)
+    rank, step, noted = harness.rank(), 0, 0
 
     def pending() -> Plan | None:
         return plan if change == "pending" and step < PENDING_UNTIL else None
 
     property_of_class = mock.PropertyMock(side_effect=pending)
     with (
-        mock.patch.object(StepTiming, "times", measured),
+        slower_by(lambda: FACTOR if rank == 1 and step in SLOW else 1.0),
         mock.patch.object(HeteroZeroOptimizer, "pending_plan", property_of_class),
     ):
         for step in range(SLOW.stop):
@@ -470,59 +459,34 @@ def test_a_plan_is_compared_with_the_one_that_it_replaces(
     assert change == "applied" or step >= PENDING_UNTIL
 
 
-def follow_in_vain(*, with_plan: bool) -> None:
-    plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1) if with_plan else None
-    stage = None if with_plan else 1
-    model, group = nn.Linear(8, 1).to(harness.device()), harness.group()
-    optimizer = HeteroZeroOptimizer(
-        model, torch.optim.SGD, plan=plan, stage=stage, process_group=group, lr=1e-2
-    )
-    optimizer.follow_drift(profile(), steps=harness.rank())
+def follow_in_vain(plan: Plan | None, steps: Any) -> None:
+    optimizer = an_optimizer(plan, stage=1 if plan is None else None)
+    optimizer.follow_drift(profile(), steps=harness.rank() if steps == "rank" else steps)
 
 
 @pytest.mark.parametrize(
-    ("with_plan", "message"),
-    [(True, "the ranks passed different arguments"), (False, "needs an optimizer that was built")],
+    ("plan", "steps", "message"),
+    [
+        (EVEN, "rank", "the ranks passed different arguments"),
+        (EVEN, -1, "steps must be at least 0"),
+        (None, None, "needs an optimizer that was built"),
+    ],
 )
 def test_wrong_arguments_are_refused_on_all_ranks(
-    ranks: Pool, with_plan: bool, message: str
+    ranks: Pool, plan: Plan | None, steps: Any, message: str
 ) -> None:
-    failures = ranks.run_expecting_errors(follow_in_vain, with_plan=with_plan, ranks=RANKS)
+    failures = ranks.run_expecting_errors(follow_in_vain, plan, steps, ranks=RANKS)
     assert all(message in failure.message for failure in failures)
-
-
-def follow_for(steps: Any) -> None:
-    plan, group = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, 1), harness.group()
-    model = nn.Linear(8, 1).to(harness.device())
-    optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, process_group=group, lr=1e-2)
-    optimizer.follow_drift(profile(), steps=steps)
-
-
-@pytest.mark.parametrize(
-    ("steps", "message"),
-    [("100", "a whole number, got '100'"), (99.5, "a whole number, got 99.5"), (-1, "at least 0")],
-)
-def test_a_wrong_number_of_steps_is_refused(ranks: Pool, steps: Any, message: str) -> None:
-    failures = ranks.run_expecting_errors(follow_for, steps, ranks=RANKS)
-    assert all(f"steps must be {message}" in failure.message for failure in failures)
 
 
 def train_on_data_that_cannot_follow(data: str, left_out: bool) -> tuple[int, list[str], Plan]:
     """Steps, messages and the last plan. Rank 1 becomes slower, much slower if it is left out."""
-    torch.manual_seed(0)
-    model, group = nn.Linear(8, 1).to(harness.device()), harness.group()
     plan = Plan.manual("4,4,4" if left_out else "6,6,0", stage=1)
-    optimizer = HeteroZeroOptimizer(model, torch.optim.SGD, plan=plan, process_group=group, lr=1e-2)
+    optimizer = an_optimizer(plan)
     given = profile(collective=0.01) if left_out else profile()
     follower = optimizer.follow_drift(given, replan="auto", steps=100_000)
     assert follower is not None
-    rank, step, times = harness.rank(), 0, StepTiming.times
-    factor = 20.0 if left_out else FACTOR
-
-    def measured(timing: StepTiming) -> RankTimes:
-        slower = factor if rank == 1 and step >= SLOW.start else 1.0
-        return times(timing)._replace(compute_seconds=slower * times(timing).work.expected_seconds)
-
+    rank, step, factor = harness.rank(), 0, 20.0 if left_out else FACTOR
     length = GLOBAL_BATCH * (SLOW.start + 20) + 2
     rows = torch.randn(length, 8, generator=torch.Generator().manual_seed(0))
     evaluated = DataLoader(rows, batch_sampler=HeteroBatchSampler(length, plan, rank=rank))
@@ -534,7 +498,7 @@ def train_on_data_that_cannot_follow(data: str, left_out: bool) -> tuple[int, li
         sampler = HeteroBatchSampler(length, plan, drop_last=data != "tail", rank=rank)
         loader = DataLoader(rows, batch_sampler=sampler)
     others = iter(evaluated) if data == "zipped" else itertools.repeat(None)
-    with mock.patch.object(StepTiming, "times", measured):
+    with slower_by(lambda: factor if rank == 1 and step >= SLOW.start else 1.0):
         for step, (batch, _) in enumerate(zip(loader, others, strict=False)):
             if data == "stream, evaluated" and step % 20 == 1:
                 optimizer.evaluate(loss_fn, evaluated)

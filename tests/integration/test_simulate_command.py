@@ -22,7 +22,6 @@ from poplar.simulator.step_simulation import simulate
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 
-CLUSTERS = REPOSITORY / "docs/assets/clusters"
 CLUSTER = """
 network_gbit_per_s = 100
 [[host]]
@@ -101,21 +100,10 @@ def test_the_trace_shows_the_plan_on_the_expected_cluster(described, tmp_path):
     assert shown.exit_code == 0, shown.output
     assert f"written to {path}" in shown.stdout
     written = path.read_text()
-    events = json.loads(written)["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert {span["pid"] for span in spans} == set(range(4)), "a process for each rank"
     clusters = simulated(described)
     step = simulate(clusters.middle, search(clusters.middle, global_batch=256, stages=(1,)))
-    assert max(span["ts"] + span["dur"] for span in spans) == pytest.approx(1e6 * step.step_seconds)
     step.to_perfetto(path)
     assert path.read_text() == written
-
-
-def test_a_trace_does_not_change_the_json_output(described, tmp_path):
-    path = tmp_path / "step.json"
-    shown = run(described, "--stage", "1", "--json", "--trace", path)
-    assert json.loads(shown.stdout)["simulated"] is True
-    assert path.exists()
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_the_simulation(described, tmp_path):
@@ -145,32 +133,22 @@ def test_invalid_input_is_a_one_line_error(described, tmp_path):
     shown = run(bad, "--json")
     assert shown.exit_code == 1
     assert "bad.toml: host[0].device[0].count" in json.loads(shown.stdout)["error"]
-    assert run(tmp_path / "none.toml").exit_code == 2
-    assert run(described, batch=0).exit_code == 2
 
 
 # What the figures are.
 
 
-def test_the_middle_of_an_estimate_is_the_prediction(described):
-    clusters = simulated(described)
-    plan = search(clusters.middle, global_batch=256)
-    figures = estimate(clusters, plan)
-    predicted = predict(clusters.middle, plan)
-    assert figures.step_seconds.middle == pytest.approx(predicted.step_seconds)
+def test_an_estimate_covers_every_outlook_around_the_prediction(described):
+    clusters = simulated(described, model="llama-0.5b")
+    plan = search(clusters.middle, global_batch=256, stages=[1], max_micro_batch=2)
+    figures, predicted = estimate(clusters, plan), predict(clusters.middle, plan)
+    steps = [predict(cluster, plan).step_seconds for cluster in clusters.outlooks]
+    assert figures.step_seconds == Interval(middle=steps[0], low=min(steps), high=max(steps))
+    assert figures.may_not_fit == ""
     assert figures.samples_per_second.middle == pytest.approx(predicted.samples_per_second)
     flops = clusters.job.flops_per_sample * figures.samples_per_second.middle
     assert figures.tflops.middle == pytest.approx(flops / 1e12)
     assert [one.middle for one in figures.memory_bytes] == list(predicted.memory_bytes)
-
-
-def test_an_estimate_covers_every_outlook(described):
-    clusters = simulated(described, model="llama-0.5b")
-    plan = search(clusters.middle, global_batch=256, stages=[1], max_micro_batch=2)
-    figures = estimate(clusters, plan)
-    steps = [predict(cluster, plan).step_seconds for cluster in clusters.outlooks]
-    assert figures.step_seconds == Interval(middle=steps[0], low=min(steps), high=max(steps))
-    assert figures.may_not_fit == ""
 
 
 def test_a_plan_that_fills_a_device_has_a_warning(described):
@@ -267,8 +245,3 @@ def test_documented_commands_run(command):
     quick = choose(quick=["--policy", "even"], full=[])
     shown = CliRunner().invoke(app, ["simulate", str(REPOSITORY / path), *arguments, *quick])
     assert shown.exit_code == 0, shown.output
-
-
-def test_every_described_cluster_is_used_on_a_page():
-    described = {f"docs/assets/clusters/{path.name}" for path in CLUSTERS.iterdir()}
-    assert {command.split()[0] for command in DOCUMENTED} == described

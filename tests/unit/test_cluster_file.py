@@ -73,14 +73,6 @@ def test_the_default_link_is_the_slowest_device_link(tmp_path):
     assert fast.link_bytes_per_s == 16e9, "a part of a cluster has the same links"
 
 
-def test_a_file_with_tens_of_thousands_of_hosts(tmp_path):
-    text = '[[host]]\nname = "node"\ncount = 65536\n[[host.device]]\ngpu = "T4"\n'
-    described = read(tmp_path, f"network_gbit_per_s = 10\n{text}")
-    assert len(described.host) == 65536
-    with pytest.raises(ValueError, match="two hosts have the name 'node-0'"):
-        read(tmp_path, f"network_gbit_per_s = 10\n{text}{text}")
-
-
 def test_a_count_makes_several_hosts(tmp_path):
     described = read(
         tmp_path,
@@ -110,12 +102,10 @@ def test_outlooks_are_faster_slower_and_tilted_by_device(tmp_path):
     assert first.devices[4].seconds(1) < middle.devices[4].seconds(1)
 
 
-def test_outlooks_have_equal_batches_and_differ_by_the_spread(tmp_path):
+def test_outlooks_of_one_type_have_equal_batches_and_differ_by_the_spread(tmp_path):
     simulated = simulated_cluster(read(tmp_path, ALONE), JOB)
-    middle, best, worst = (
-        cluster.devices[0]
-        for cluster in (simulated.middle, simulated.optimistic, simulated.pessimistic)
-    )
+    assert simulated.tilted == ()
+    middle, best, worst = (cluster.devices[0] for cluster in simulated.outlooks)
     assert middle.max_batch == best.max_batch == worst.max_batch
     assert best.seconds(1) == pytest.approx(middle.seconds(1) / 1.5)
     assert worst.seconds(1) == pytest.approx(middle.seconds(1) / 0.5)
@@ -127,30 +117,13 @@ def test_a_given_overlap_is_the_same_in_all_outlooks(tmp_path):
     assert {cluster.overlap for cluster in simulated.outlooks} == {0.8}
 
 
-def test_one_type_of_device_has_no_tilted_profiles(tmp_path):
-    assert simulated_cluster(read(tmp_path, ALONE), JOB).tilted == ()
-
-
-def test_profiles_of_a_described_cluster_can_be_saved(tmp_path):
-    simulated = simulated_cluster(read(tmp_path, TWO_HOSTS), JOB)
-    path = tmp_path / "cluster.json"
-    simulated.middle.to_json(path)
-    assert type(simulated.middle).from_json(path) == simulated.middle
-
-
 @pytest.mark.parametrize(
     ("old", "new", "key", "words"),
     [
         ('"T4"', '"T5"', "host[1].device[0]", "'T5' is not a known device"),
-        ('"T4"', "4", "host[1].device[0].gpu", "must be a string, got 4"),
         ("count = 4", "count = 0", "host[0].device[0].count", "from 1 to 65536, got 0"),
-        ("count = 4", "count = 2.5", "host[0].device[0].count", "got 2.5"),
         ("count = 4", "cuont = 4", "host[0].device[0].cuont", "is unknown; expected gpu, count"),
-        ("memory_gib = 14.5", "memory_gib = -1", "host[1].device[0].memory_gib", "above 0, got -1"),
-        ("link_gb_per_s = 12", 'link_gb_per_s = "fast"', "host[1].link_gb_per_s", "got 'fast'"),
         ("network_gbit_per_s = 100", "", "network_gbit_per_s", "is missing for host 'big'"),
-        ("network_gbit_per_s = 100", "network_gbit_per_s = inf", "network_gbit_per_s", "got inf"),
-        ('name = "two kinds"', "overlap = 2", "overlap", "from 0 to 1, got 2"),
         ('name = "two kinds"', "speed = 2", "speed", "is unknown; expected host, name"),
         ('name = "big"', 'name = "host1"', "two hosts", "'host1'"),
     ],

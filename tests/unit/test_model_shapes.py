@@ -75,10 +75,6 @@ def test_units_are_embeddings_blocks_and_head(shape):
     assert all(numel > 0 for numel in shape.units.values())
 
 
-def test_names_are_case_insensitive():
-    assert architecture(" Llama-1.1B ") is ARCHITECTURES["llama-1.1b"]
-
-
 def test_an_unknown_model_raises_with_the_known_names():
     with pytest.raises(ValueError, match=r"unknown model 'llama-9000b'; use one of llama-0.5b, "):
         architecture("llama-9000b")
@@ -102,11 +98,6 @@ def test_lookup_tables_have_no_flops():
 def test_activation_bytes_of_gpt_equal_korthikanti_et_al():
     job = TrainingJob(architecture=architecture("gpt2-124m"), sequence=1024)
     assert job.layer_bytes_per_sample == 1024 * 768 * 34
-
-
-def test_activation_bytes_of_llama():
-    job = TrainingJob(architecture=architecture("llama-1.1b"))
-    assert job.layer_bytes_per_sample == 2048 * 2048 * (12 + 4 * 4 / 32 + 8 * 5632 / 2048)
 
 
 @pytest.mark.parametrize(("family", "more"), [("llama", 1.23), ("bert", 1.06)])
@@ -177,5 +168,3 @@ def test_the_default_sequence_is_the_models_own():
     assert TrainingJob(architecture=shape, sequence=128).sequence == 128
     with pytest.raises(ValueError, match="positions for 512 tokens"):
         TrainingJob(architecture=shape, sequence=1024)
-    with pytest.raises(ValueError, match="at least 0, got -1"):
-        TrainingJob(architecture=shape, sequence=-1)

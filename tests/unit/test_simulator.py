@@ -259,15 +259,6 @@ def test_a_merged_unit_takes_the_time_of_its_units():
         assert spans_of(timeline)[1:3] == [("forward 1", 0.1, 0.2), ("backward 1", 0.2, 0.375)]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_fractions_in_proportion_to_elements_change_nothing(stage):
-    cluster = a_cluster(units=(FULL, 2 * FULL, FULL), overlap=0.7, backward_fraction=0.6)
-    measured = with_fractions(cluster, (1, 2, 1), (2, 4, 2))
-    plan = a_plan(stage, (2, 4), (3, 2))
-    same = simulate(measured, plan).step_seconds
-    assert same == pytest.approx(simulate(cluster, plan).step_seconds, rel=1e-9)
-
-
 @pytest.mark.parametrize(("stage", "reductions"), [(0, 2), (1, 2), (2, 2), (3, 5)])
 def test_small_units_share_a_buffer_before_stage_3(stage, reductions):
     cluster = a_cluster(units=(FULL, FULL // 4, FULL // 4, FULL // 4, FULL // 4))
@@ -306,12 +297,6 @@ def test_a_rank_without_samples_takes_part_in_every_collective(stage):
     assert carried[0] == carried[1]
     assert timeline.step_seconds == simulate(a_cluster(), a_plan(stage, (4,), (4,))).step_seconds
     assert timeline.waiting_seconds[1] > 0.0
-
-
-def test_a_single_rank_does_not_wait():
-    timeline = simulate(a_cluster(a_device(), reduce=0.0, gather=0.0), a_plan(3, (4, 4)))
-    assert timeline.step_seconds == pytest.approx(0.88)
-    assert timeline.busy_fraction == pytest.approx((1.0,))
 
 
 # Residuals
@@ -594,33 +579,6 @@ def test_a_faster_device_does_not_lengthen_the_step(seed, factor, overlap):
     assert after <= simulate(cluster, plan).step_seconds * (1 + 1e-9)
 
 
-@given(seed=seeds)
-@few
-def test_the_order_of_ranks_does_not_matter(seed):
-    cluster, plan = any_case(seed)
-    order = list(range(cluster.world_size))
-    random.Random(seed).shuffle(order)
-    network = cluster.network
-    shuffled = dataclasses.replace(
-        cluster,
-        devices=tuple(cluster.devices[rank] for rank in order),
-        network=dataclasses.replace(
-            network,
-            send_seconds_per_byte=tuple(network.send_seconds_per_byte[r] for r in order),
-            receive_seconds_per_byte=tuple(network.receive_seconds_per_byte[r] for r in order),
-        ),
-    )
-    other = dataclasses.replace(
-        plan,
-        micro_batches=tuple(plan.micro_batches[rank] for rank in order),
-        shares=tuple(plan.shares[rank] for rank in order),
-    )
-    one, two = simulate(cluster, plan), simulate(shuffled, other)
-    assert two.step_seconds == pytest.approx(one.step_seconds, rel=1e-9)
-    for place, rank in enumerate(order):
-        assert two.busy_seconds[place] == pytest.approx(one.busy_seconds[rank], rel=1e-9)
-
-
 @given(copies=st.integers(2, 5), seed=seeds)
 @few
 def test_equal_ranks_have_equal_spans(copies, seed):
@@ -650,7 +608,6 @@ def test_a_thousand_ranks_with_a_hundred_units(stage):
 
 
 def test_stages_match_the_strategies_of_the_engine():
-    pytest.importorskip("torch")
     from poplar.zero import setup
 
     assert [actions.limits_reductions for actions in RANK_ACTIONS] == [

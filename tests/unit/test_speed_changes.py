@@ -22,7 +22,7 @@ from poplar.planner.cost_model import costs_of
 from poplar.planner.prediction import predict
 from poplar.planner.search import search
 from poplar.planner.what_if import with_slower_devices
-from poplar.values.plan import Plan, UnitPlan
+from poplar.values.plan import Plan
 from poplar.zero.streams import RankTimes
 
 JITTER = 0.1
@@ -276,22 +276,6 @@ def test_a_change_does_not_pay_in_the_last_steps():
     assert not any(found)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan.manual(f"{2 * PROFILE.devices[0].max_batch},8,8,8", stage=1),
-        replace(
-            Plan.proportional(SPEEDS, 96, 1, 20), units=(UnitPlan("new", shares=(1, 0, 0, 0)),)
-        ),
-    ],
-    ids=["samples", "units"],
-)
-def test_no_plan_is_compared_with_one_that_was_not_profiled(plan):
-    replanner, noise = Replanner(PROFILE), random.Random(0)
-    for ratios in steps(noise, [(40, 0, 2.0)], 80):
-        assert replanner.add([[row(noise, r, 0.2) for r in ratios]], plan, steps_left=1000) is None
-
-
 def test_rows_of_passes_that_were_not_profiled_are_not_used():
     levels, noise = SpeedLevels([0.0, 0.0]), random.Random(0)
     for ratios in steps(noise, [], 40):
@@ -336,16 +320,6 @@ def test_a_plan_leaves_out_a_rank_until_it_has_recovered(stage):
     assert since == {2: 0.0, 3: 1.0}, "rank 3 has stayed left out"
     assert list(back.slowdowns) == [3]
     assert abs(back.plan.samples(3) - plan.samples(3)) <= 3
-
-
-def test_plans_without_other_ranks_need_to_be_allowed():
-    replanner, noise = Replanner(SLOW_LINKS), random.Random(0)
-    plan = search(SLOW_LINKS, global_batch=96, stages=(1,))
-    found = [
-        replanner.add([[row(noise, ratio, 0.2) for ratio in ratios]], plan, steps_left=10_000)
-        for ratios in steps(noise, [(20, 3, 30.0)], 60)
-    ]
-    assert [new.plan.left_out for new in found if new is not None] == [()]
 
 
 def test_a_rank_that_is_left_out_again_must_be_fast_for_longer(monkeypatch):
