@@ -100,36 +100,29 @@ def test_engine_that_fails_on_one_rank_is_an_entry_and_the_others_are_measured()
     assert time.monotonic() - began < TIMEOUT.total_seconds(), "it waited for a deadline"
 
 
-def case_that_does_not_fit() -> CaseResult:
-    case = Case(size=TINY, training="full", dtype=torch.float32, device=CPU)
-    compared = Comparison(case, Ranks(), seconds=0.5, report=print)
-    with mock.patch.object(
-        comparison, "measure_speeds", side_effect=torch.OutOfMemoryError("none")
-    ):
-        return compared.result()
-
-
-def test_case_that_does_not_fit_is_an_entry():
-    for result in harness.one_off(2, case_that_does_not_fit):
-        assert result.missing == dict.fromkeys(NAMES, "not tried: plain passes did not fit")
-        assert not result.speeds
-        assert result.of_solo(PLANNED) is None
-
-
-def case_without_a_plan() -> CaseResult:
+def case_that_fails(measured: Any) -> CaseResult:
+    """Planning fails, if the plain passes, with this as their only outcome, do not."""
     case = Case(size=TINY, training="full", dtype=torch.float32, device=CPU)
     compared = Comparison(case, Ranks(), seconds=0.5, report=print)
     with (
-        mock.patch.object(Comparison, "solo", return_value=()),
+        mock.patch.object(comparison, "measure_speeds", side_effect=[measured]),
         mock.patch.object(poplar, "tune", side_effect=RuntimeError("planted")),
     ):
         return compared.result()
 
 
-def test_engines_are_not_tried_without_a_plan():
-    for result in harness.one_off(2, case_without_a_plan):
-        why = "not tried: planning failed: RuntimeError"
-        assert result.missing == dict.fromkeys(NAMES, why)
+@pytest.mark.parametrize(
+    ("measured", "why"),
+    [
+        (torch.OutOfMemoryError("none"), "plain passes did not fit"),
+        ((), "planning failed: RuntimeError"),
+    ],
+)
+def test_engines_are_not_tried_without_speeds_or_a_plan(measured, why):
+    for result in harness.one_off(2, case_that_fails, measured):
+        assert result.missing == dict.fromkeys(NAMES, f"not tried: {why}")
+        assert not result.speeds
+        assert result.of_solo(PLANNED) is None
 
 
 @pytest.mark.full

@@ -562,23 +562,6 @@ def test_spans_of_a_stream_do_not_overlap_and_times_add_up(seed):
     assert len(carried) == 1, "all ranks issue the same collectives in the same order"
 
 
-@given(seed=seeds, factor=st.floats(0.1, 1.0), overlap=st.sampled_from((0.0, 1.0)))
-@few
-def test_a_faster_device_does_not_lengthen_the_step(seed, factor, overlap):
-    cluster, plan = any_case(seed, overlap=overlap)
-    cluster = with_residuals(cluster)
-    rank = random.Random(seed).randrange(cluster.world_size)
-    slow = cluster.devices[rank]
-    fast = dataclasses.replace(
-        slow,
-        points=tuple(dataclasses.replace(p, seconds=factor * p.seconds) for p in slow.points),
-        optimizer_seconds=factor * slow.optimizer_seconds,
-    )
-    devices = (*cluster.devices[:rank], fast, *cluster.devices[rank + 1 :])
-    after = simulate(dataclasses.replace(cluster, devices=devices), plan).step_seconds
-    assert after <= simulate(cluster, plan).step_seconds * (1 + 1e-9)
-
-
 @given(copies=st.integers(2, 5), seed=seeds)
 @few
 def test_equal_ranks_have_equal_spans(copies, seed):

@@ -20,6 +20,14 @@ from poplar.watch import recorder
 from poplar.watch.records import read_endings
 
 
+def watching_on_the_host(tmp_path):
+    """A recorder that has begun a step, on the clock of the host."""
+    watching = recorder.Recorder(str(tmp_path))
+    watching._torch, watching._clock = torch, recorder._HostClock()
+    watching._step = recorder._Step(1, 0.0)
+    return watching
+
+
 class FakeCuda:
     """A device that runs behind the host: an event has a time when it is passed."""
 
@@ -236,9 +244,7 @@ def test_samples_are_the_length_of_the_first_tensor(tmp_path):
 
 
 def test_steps_without_an_update_keep_a_limited_number_of_marks(tmp_path):
-    watching = recorder.Recorder(str(tmp_path))
-    watching._torch, watching._clock = torch, recorder._HostClock()
-    watching._step = recorder._Step(1, 0.0)
+    watching = watching_on_the_host(tmp_path)
     draw = watching._wrapped(lambda loader: torch.zeros(2), watching._next)
     for number in range(recorder.MOST_WAITS + 5):
         draw(None)
@@ -247,9 +253,7 @@ def test_steps_without_an_update_keep_a_limited_number_of_marks(tmp_path):
 
 
 def test_a_backward_in_which_others_wait_is_not_that_of_ddp_however_many_waits_there_were(tmp_path):
-    watching = recorder.Recorder(str(tmp_path))
-    watching._torch, watching._clock = torch, recorder._HostClock()
-    watching._step = recorder._Step(1, 0.0)
+    watching = watching_on_the_host(tmp_path)
     for number in range(recorder.MOST_WAITS):
         watching._add(f"all/{number}", float(number), float(number))
     x = torch.ones(2, requires_grad=True)
@@ -315,9 +319,7 @@ def test_an_error_after_a_call_leaves_the_result_or_the_error_of_the_job(tmp_pat
 
 
 def test_an_error_at_the_end_of_a_backward_reaches_no_job(tmp_path):
-    watching = recorder.Recorder(str(tmp_path))
-    watching._torch, watching._clock = torch, recorder._HostClock()
-    watching._step = recorder._Step(1, 0.0)
+    watching = watching_on_the_host(tmp_path)
     watching._clock.mark = broken
     x = torch.ones(2, requires_grad=True)
     watching._wrapped(torch.autograd.backward, watching._backward)(x.sum())
