@@ -1,7 +1,6 @@
 """The input of a report: a profile, and one or more runs that were measured under plans.
 
-Checked at construction: every plan and every trace is for the ranks of the profile. `step_seconds`
-are of the slowest rank, without the preparations of the first step.
+`step_seconds` are of the slowest rank, without the preparations of the first step.
 """
 
 from __future__ import annotations
@@ -19,14 +18,6 @@ from poplar.values.schema import Document, Positive, PositiveCount, Rule, check_
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_Span = Annotated[
-    Span,
-    Rule(
-        "a span that starts before it stops",
-        lambda span: -math.inf < span.start <= span.stop < math.inf,
-    ),
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -42,18 +33,13 @@ class Run:
     first_step: PositiveCount = 1
     """Number of the step of the first loss. The plans of one training have different ones."""
     predicted_step_seconds: Positive | None = None
-    spans: tuple[tuple[_Span, ...], ...] = ()
+    spans: tuple[tuple[Span, ...], ...] = ()
     """By rank, one traced step on one clock; empty: no step was traced."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         finite = (None if loss is None or not math.isfinite(loss) else loss for loss in self.losses)
         object.__setattr__(self, "losses", tuple(finite))
-        if self.spans and len(self.spans) != self.plan.world_size:
-            raise ValueError(
-                f"run {self.name!r} has spans of {len(self.spans)} ranks, but its plan is for "
-                f"{self.plan.world_size}; give one list per rank, or no list"
-            )
 
     @property
     def measured_step_seconds(self) -> float:
@@ -102,9 +88,6 @@ class RunRecord(Document):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        names = [run.name for run in self.runs]
-        if len(set(names)) < len(names):
-            raise ValueError(f"runs must have different names, got {names}")
         for run in self.runs:
             if run.plan.world_size != self.profile.world_size:
                 raise ValueError(

