@@ -102,8 +102,21 @@ def slower_by(factor: Callable[[], float]) -> Any:
     return mock.patch.object(StepTiming, "times", measured)
 
 
+def open_form_loss(optimizer: HeteroZeroOptimizer, model: nn.Module, batch: Tensor) -> float:
+    """Train a step pass by pass; returns the loss of the global batch."""
+    total = torch.zeros((), device=harness.device())
+    for micro_batch in optimizer.micro_batches(batch):
+        loss = loss_fn(model, micro_batch)
+        loss.backward()
+        total += loss.detach() * len(micro_batch) / GLOBAL_BATCH
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.distributed.all_reduce(total, group=harness.group())
+    return float(total)
+
+
 def train(stage: int, *, open_form: bool, replan: str) -> Outcome:
-    plan, group = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, stage), harness.group()
+    plan = Plan.even(RANKS, GLOBAL_BATCH, GLOBAL_BATCH, stage)
     model, optimizer = layers_and_adamw(plan)
     follower = optimizer.follow_drift(profile(), replan=replan)
     rank, outcome, step = harness.rank(), Outcome([], [], [], []), 0
@@ -121,16 +134,7 @@ def train(stage: int, *, open_form: bool, replan: str) -> Outcome:
         batch = next(batches).to(harness.device())
         outcome.samples.append(current.samples(1))
         if open_form:
-            parts = []
-            for micro_batch in optimizer.micro_batches(batch):
-                loss = loss_fn(model, micro_batch)
-                loss.backward()
-                parts.append(loss.detach() * len(micro_batch) / GLOBAL_BATCH)
-            total = torch.stack(parts).sum()
-            torch.distributed.all_reduce(total, group=group)
-            outcome.losses.append(float(total))
-            optimizer.step()
-            optimizer.zero_grad()
+            outcome.losses.append(open_form_loss(optimizer, model, batch))
         else:
             result = optimizer.train_step(loss_fn, batch)
             outcome.losses.append(result.loss)
@@ -198,19 +202,6 @@ def train_without_a_slow_rank(
     def seconds_of_work(_: torch.device) -> float:
         return factor()
 
-    def step_loss(batch: Tensor) -> float:
-        if not open_form:
-            return optimizer.train_step(loss_fn, batch).loss
-        total = torch.zeros((), device=harness.device())
-        for micro_batch in optimizer.micro_batches(batch):
-            loss = loss_fn(model, micro_batch)
-            loss.backward()
-            total += loss.detach() * len(micro_batch) / GLOBAL_BATCH
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.distributed.all_reduce(total, group=group)
-        return float(total)
-
     data = torch.randn(GLOBAL_BATCH * STEPS, 8, generator=torch.Generator().manual_seed(0))
     sampler = HeteroBatchSampler(len(data), plan, seed=0, rank=rank)
     multiprocessing.current_process()._config["daemon"] = False  # it may have children then
@@ -226,7 +217,11 @@ def train_without_a_slow_rank(
             assert current is not None
             seen.samples.append(tuple(map(current.samples, range(RANKS))))
             seen.active.append(optimizer.is_active)
-            seen.losses.append(step_loss(batch.to(harness.device())))
+            own = batch.to(harness.device())
+            if open_form:
+                seen.losses.append(open_form_loss(optimizer, model, own))
+            else:
+                seen.losses.append(optimizer.train_step(loss_fn, own).loss)
             if follower is not None and 0 in seen.samples[-1]:
                 # Else the active ranks may end before the one that is left out can be taken back.
                 torch.distributed.barrier(group)

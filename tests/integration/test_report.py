@@ -246,10 +246,6 @@ class TestTimelines:
         assert [axes.get_xlim()[0] for axes in figure.axes] == [0.0, 0.0]
         assert all(axes.get_xlim()[1] > 5.0 for axes in figure.axes)
 
-    def test_without_traces_there_is_no_picture(self, record):
-        assert draw_steps([dataclasses.replace(record.chosen, spans=())]) is None
-
-
 def why(profile, plan) -> list[str]:
     return list(reasons(profile, plan, prediction_of(profile, plan)))
 

@@ -114,16 +114,6 @@ def test_a_trace_that_cannot_be_written_is_refused_before_the_simulation(describ
     assert not shown.stdout
 
 
-def test_a_model_that_does_not_fit_is_a_one_line_error(tmp_path):
-    path = tmp_path / "cluster.toml"
-    path.write_text(ALONE)
-    shown = run(path, model="llama-7b")
-    assert shown.exit_code == 1
-    assert shown.stdout == ""
-    assert shown.stderr.startswith("poplar: ")
-    assert shown.stderr.count("\n") == 1
-
-
 def test_invalid_input_is_a_one_line_error(described, tmp_path):
     unknown = run(described, model="llama-9000b")
     assert unknown.exit_code == 1
