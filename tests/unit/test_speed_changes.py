@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -265,15 +266,23 @@ def test_reports_of_a_rank_that_is_left_out_count_in_long_steps_until_it_ends(mo
     assert seen[-1] == {}
 
 
-def test_a_change_does_not_pay_in_the_last_steps():
-    replanner = Replanner(PROFILE)
-    plan = Plan.proportional(SPEEDS, 96, 1, 20)
+def found_plans(
+    replanner: Replanner, plan: Plan, changes: Changes, *, steps_left: int = 10_000, **idle: Any
+) -> Iterator[Replan]:
+    """The plans that are found in 60 steps, none of which is applied."""
     noise = random.Random(0)
-    found = [
-        replanner.add([[row(noise, ratio, 0.2) for ratio in ratios]], plan, steps_left=0)
-        for ratios in steps(noise, [(40, 0, 2.0)], 80)
-    ]
-    assert not any(found)
+    for ratios in steps(noise, changes, 60):
+        rows = [row(noise, ratios[rank], 0.2) for rank in plan.active_ranks]
+        found = replanner.add([rows], plan, steps_left=steps_left, **idle)
+        if found is not None:
+            yield found
+
+
+def test_a_change_does_not_pay_in_the_last_steps():
+    plan = Plan.proportional(SPEEDS, 96, 1, 20)
+    changes = [(20, 0, 2.0)]
+    assert [*found_plans(Replanner(PROFILE), plan, changes)]
+    assert not [*found_plans(Replanner(PROFILE), plan, changes, steps_left=0)]
 
 
 def test_rows_of_passes_that_were_not_profiled_are_not_used():
@@ -293,14 +302,10 @@ SLOW_LINKS = replace(
 def first_plan(
     plan: Plan, levels: Sequence[float] | None, slower: float, idle: dict[int, float]
 ) -> tuple[Replan | None, Sequence[float]]:
-    """The first plan that is found in 60 steps in which rank 3 is slower; the levels after it."""
-    noise, left_out = random.Random(0), plan.left_out
-    replanner = Replanner(SLOW_LINKS, left_out=left_out, levels=levels, leave_out="auto")
-    for ratios in steps(noise, [(20, 3, slower)], 60):
-        rows = [row(noise, ratio, 0.2) for at, ratio in enumerate(ratios) if at not in left_out]
-        if (found := replanner.add([rows], plan, steps_left=10_000, idle=idle)) is not None:
-            return found, replanner.levels
-    return None, replanner.levels
+    """The first plan that is found if rank 3 becomes slower; the levels after it."""
+    replanner = Replanner(SLOW_LINKS, left_out=plan.left_out, levels=levels, leave_out="auto")
+    found = next(found_plans(replanner, plan, [(20, 3, slower)], idle=idle), None)
+    return found, replanner.levels
 
 
 @pytest.mark.parametrize("stage", range(3))
@@ -348,27 +353,17 @@ def test_a_rank_whose_memory_another_job_has_reports_nothing(monkeypatch):
 def test_a_rank_of_which_nothing_is_known_stays_left_out():
     """Also if others have become so much slower that it would be worth to have."""
     plan = Plan.proportional(SPEEDS[:2], 96, 1, 20).beside((2, 3))
-    noise, later = random.Random(0), [(20, 1, 40.0)]
-    for idle, left_out in (({}, (1, 2, 3)), ({3: 0.0}, (1, 2))):
+    for idle, left_out in (({}, {2, 3}), ({3: 0.0}, {2})):
         replanner = Replanner(PROFILE, left_out=plan.left_out, leave_out="auto")
-        plans = []
-        for ratios in steps(noise, later, 60):
-            rows = [row(noise, ratio, 0.2) for ratio in ratios[:2]]
-            found = replanner.add([rows], plan, steps_left=10_000, idle=idle)
-            plans += [] if found is None else [found.plan]
-        assert plans
-        assert set(plans[0].left_out) - {1} == set(left_out) - {1}
+        first = next(found_plans(replanner, plan, [(20, 1, 40.0)], idle=idle))
+        assert set(first.plan.left_out) - {1} == left_out
 
 
 @pytest.mark.parametrize("leave_out", ["auto", "never"])
 def test_a_rank_without_samples_is_left_out(leave_out):
     """Its links cost nothing here, but it could not be measured otherwise."""
-    noise, replanner = random.Random(0), Replanner(PROFILE, leave_out=leave_out)
+    replanner = Replanner(PROFILE, leave_out=leave_out)
     plan = search(PROFILE, global_batch=96, stages=(1,))
-    found = [
-        replanner.add([[row(noise, ratio, 0.2) for ratio in ratios]], plan, steps_left=10_000)
-        for ratios in steps(noise, [(20, 3, 60.0)], 60)
-    ]
-    (new,) = filter(None, found)
+    (new,) = found_plans(replanner, plan, [(20, 3, 60.0)])
     assert new.plan.samples(3) == 0
     assert new.plan.left_out == ((3,) if leave_out == "auto" else ())
