@@ -30,6 +30,7 @@ GIB = 1 << 30
 
 TRAIN = """
 import torch
+from torch import nn
 
 def loss_fn(model, batch):
     return (model(batch["x"]) - batch["y"]).square().mean()
@@ -168,6 +169,7 @@ def test_plan_explains_bottleneck_changes_and_contributions(measured):
 
 WIDE = """
 import torch
+from torch import nn
 
 from poplar.cli.workload import Workload
 
@@ -403,6 +405,7 @@ def test_verify_on_two_ranks_finds_a_loss_that_couples_samples(train, tmp_path):
 
 TOKENS_IN_16_BITS = """
 import torch
+from torch import nn
 import poplar
 from poplar.cli.workload import Workload
 
