@@ -246,6 +246,7 @@ class TestTimelines:
         assert [axes.get_xlim()[0] for axes in figure.axes] == [0.0, 0.0]
         assert all(axes.get_xlim()[1] > 5.0 for axes in figure.axes)
 
+
 def why(profile, plan) -> list[str]:
     return list(reasons(profile, plan, prediction_of(profile, plan)))
 
@@ -305,6 +306,7 @@ class TestUnusualRuns:
         write_report(dataclasses.replace(record, runs=(run,)), tmp_path / "report.html")
         content = (tmp_path / "report.html").read_text(encoding="utf-8")
         assert "goes beyond what was measured" in content
+
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
 def test_without_a_package_the_error_says_what_to_install(package, record, tmp_path, monkeypatch):
