@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from poplar.values.schema import Count, check_fields
-
 HALF_BYTES = 2
 _LOGIT_BYTES = 10
 """Per logit at the peak: 4 in fp32 for the loss, and the gradient in fp32 and 16 bit.
@@ -93,13 +91,12 @@ class TrainingJob:
     """A model and how it is trained: 16-bit parameters and activations, fp32 masters, AdamW."""
 
     architecture: Architecture
-    sequence: Count = 0
+    sequence: int = 0
     """Tokens per sample; 0: the architecture's default."""
     checkpointing: bool = False
     """Whether the backward recomputes each block from its input."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         object.__setattr__(self, "sequence", self.sequence or self.architecture.sequence)
         if 0 < self.architecture.positions < self.sequence:
             raise ValueError(

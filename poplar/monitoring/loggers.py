@@ -261,15 +261,13 @@ class RunFile:
             return []
         try:
             record = RunRecord.from_json(self._path)
+            known = record.profile
+            if (known.identity, known.world_size) != (profile.identity, profile.world_size):
+                raise ValueError(
+                    f"{self._path} has the record of another model, other settings or other devices"
+                )
         except (OSError, ValueError) as error:
             warnings.warn(f"the record begins at step {step}: {error}", stacklevel=2)
-            return []
-        if (record.profile.identity, record.profile.world_size) != (
-            profile.identity,
-            profile.world_size,
-        ):
-            what = f"{self._path} has the record of another model, other settings or other devices"
-            warnings.warn(f"the record begins at step {step}: {what}", stacklevel=2)
             return []
         before = [kept for run in record.runs if (kept := run.before(step)) is not None]
         return [replace(run, name=f"plan {number}") for number, run in enumerate(before, 1)]

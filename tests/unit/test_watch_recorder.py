@@ -64,21 +64,6 @@ class FakeCuda:
         return event
 
 
-def test_times_of_a_device_need_one_synchronization():
-    cuda = FakeCuda()
-    clock = recorder._DeviceClock(cuda)
-    marks = []
-    for _ in range(4):
-        cuda.now += 0.5
-        marks.append(clock.mark())
-    start = clock.seconds(marks[0])
-    clock.move_to(marks[1])
-    assert [round(clock.seconds(mark) - start, 6) for mark in marks] == [0.0, 0.5, 1.0, 1.5]
-    assert cuda.synchronized == 1
-    cuda.stream = "communication"
-    assert not clock.is_exposed()
-
-
 def watching_on_a_device(tmp_path, monkeypatch):
     """A recorder on a `FakeCuda`, whose clock the host shares, and which has begun a step."""
     cuda, watching = FakeCuda(), recorder.Recorder(str(tmp_path))
@@ -108,6 +93,8 @@ def test_times_of_a_device_stay_on_the_clock_of_the_host_while_it_is_busy(tmp_pa
     end = (cuda.now - 1.0 + cuda.queued) * (1 + drift)
     assert last["end"] == pytest.approx(end, abs=2 * 5.0 * drift)
     assert cuda.synchronized == 1
+    cuda.stream = "communication"
+    assert not watching._clock.is_exposed()
 
 
 def test_a_comparison_of_clocks_that_takes_long_changes_nothing(monkeypatch):
