@@ -8,10 +8,12 @@ from datetime import timedelta
 
 import pytest
 import ranks as pool
+import torch
 
 import poplar
 from poplar.doctor import RankFacts, Report, examine
 from poplar.doctor.checks import findings
+from poplar.doctor.facts import collect_facts
 from poplar.system.devices import DeviceInfo
 from poplar.values.schema import from_fields
 
@@ -245,6 +247,16 @@ def test_two_hosts_with_one_name_are_a_problem():
     finding = only_finding(facts(0), facts(1, host_id="1"))
     assert finding.kind == "problem"
     assert "2 hosts have the same name 'one'" in finding.what
+
+
+def test_two_launchers_on_one_host_are_no_problem(monkeypatch):
+    """As torchrun --nnodes 2, started twice on one machine."""
+    ranks = []
+    for number in range(2):
+        monkeypatch.setenv("RANK", str(number))
+        monkeypatch.setenv("GROUP_RANK", str(number))
+        ranks.append(collect_facts(torch.device("cpu")))
+    assert [found for found in findings(ranks) if found.kind == "problem"] == []
 
 
 def test_small_shared_memory_of_a_container_is_advice():

@@ -315,6 +315,12 @@ def test_an_error_at_the_end_of_a_backward_reaches_no_job(tmp_path):
     assert f"in process {os.getpid()} on " in ending
 
 
+def test_a_record_and_a_terminal_that_cannot_be_written_do_not_end_the_job(tmp_path, monkeypatch):
+    watching = recorder.Recorder(str(tmp_path / "missing"))
+    monkeypatch.setattr(recorder, "print", broken, raising=False)
+    assert watching.attempt(broken) is None
+
+
 def test_a_process_that_only_asked_for_torch_is_recorded_when_it_imports_torch(tmp_path):
     folder = tmp_path / "torch"
     folder.mkdir()
