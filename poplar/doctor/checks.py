@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 
 from poplar.doctor.architectures import build_for
 from poplar.doctor.connections import (
@@ -149,13 +151,14 @@ def _cores_suffice(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _usable_cores(on_host: Sequence[RankFacts]) -> float:
-    """Cores that the ranks of a host can use together, by affinity and CPU quotas; at least 1.
-
-    Ranks of one container share its quota.
-    """
-    cores = len({core for rank in on_host for core in rank.cores})
-    quotas = (rank.cpu_quota for rank in on_host if rank.cpu_quota is not None)
-    return max(1.0, min([cores, *quotas]))
+    """Cores that the ranks of a host can use together, by affinity and CPU quotas; at least 1."""
+    mask = reduce(operator.or_, (int(rank.affinity, 16) for rank in on_host))
+    cores = max(mask.bit_count(), *(rank.cores for rank in on_host))
+    quotas = [rank.cpu_quota for rank in on_host if rank.cpu_quota is not None]
+    if len(quotas) < len(on_host):
+        return cores
+    # Ranks of one control group share its quota.
+    return max(1.0, min(cores, sum(quota for _, quota in set(quotas))))
 
 
 def _windows_limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

@@ -13,6 +13,13 @@ from poplar.values.formatting import format_bytes
 _SMALL_SHARED_MEMORY = 128 << 20
 """Bytes per rank. Containers have 64 MiB for all processes by default."""
 
+_TURNED_OFF_BY = {
+    "NCCL_P2P_DISABLE": ("1",),
+    "NCCL_P2P_LEVEL": ("LOC", "0"),
+    "NCCL_SHM_DISABLE": ("1",),
+}
+"""Settings and values that turn off a transport of NCCL."""
+
 
 def by_host(ranks: Iterable[RankFacts]) -> list[list[RankFacts]]:
     """The ranks of each host."""
@@ -34,17 +41,39 @@ def gpus_read_each_other(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     """Peer-to-peer access between the GPUs of each host, and what NCCL uses without it."""
     for on_host in by_host(ranks):
         gpus = [rank for rank in on_host if rank.device.kind == "cuda"]
-        pairs = itertools.combinations(gpus, 2)
+        pairs = list(itertools.combinations(gpus, 2))
         apart = [(a, b) for a, b in pairs if a.peer_access.get(b.device.uuid) is False]
-        if apart:
+        disabled_by = _settings_against(gpus, "P2P")
+        if pairs and disabled_by:
+            what = f"peer-to-peer access is turned off by {disabled_by}"
+        elif apart:
             numbers = ", ".join(f"{a.rank} and {b.rank}" for a, b in apart)
             names = ", ".join(sorted({rank.device.name for pair in apart for rank in pair}))
-            yield advice(
-                gpus,
-                f"no peer-to-peer access between ranks {numbers} ({names})",
-                "NCCL copies through host memory (SHM), which is slower and needs space in "
-                "/dev/shm; the profile measures it",
-            )
+            what = f"no peer-to-peer access between ranks {numbers} ({names})"
+        else:
+            continue
+        yield advice(gpus, what, _without_peer_access(gpus))
+
+
+def _without_peer_access(gpus: Sequence[RankFacts]) -> str:
+    disabled_by = _settings_against(gpus, "SHM")
+    if disabled_by:
+        return f"NCCL uses sockets, because of {disabled_by}; unset it"
+    return (
+        "NCCL copies through host memory (SHM), which is slower and needs space in /dev/shm; the "
+        "profile measures it"
+    )
+
+
+def _settings_against(ranks: Iterable[RankFacts], transport: str) -> str:
+    """The settings that turn off "P2P" or "SHM" of NCCL, such as "NCCL_P2P_LEVEL=LOC"."""
+    found = {
+        f"{name}={rank.settings[name]}"
+        for rank in ranks
+        for name, values in _TURNED_OFF_BY.items()
+        if transport in name and rank.settings.get(name) in values
+    }
+    return ", ".join(sorted(found))
 
 
 def host_names_differ(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
@@ -62,9 +91,12 @@ def host_names_differ(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def hosts_can_be_reached(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Hosts are connected by gloo, on CUDA as well."""
+    """Hosts are connected by gloo, on CUDA as well. NCCL takes no loopback interface by itself."""
     if len(by_host(ranks)) == 1:
         return
+    fix = (
+        "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface between the hosts"
+    )
     unreachable = [
         rank
         for rank in ranks
@@ -77,9 +109,12 @@ def hosts_can_be_reached(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             unreachable,
             f"the host name ({names}) resolves to a loopback address or not at all, so other hosts "
             "cannot connect",
-            "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface between the "
-            "hosts, or correct /etc/hosts",
+            f"{fix}, or correct /etc/hosts",
         )
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        local = [rank for rank in ranks if rank.settings.get(name) == "lo"]
+        if local:
+            yield problem(local, f"{name}=lo, so other hosts cannot connect", fix)
 
 
 def shared_memory_is_large(ranks: Sequence[RankFacts]) -> Iterator[Finding]:

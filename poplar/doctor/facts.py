@@ -26,7 +26,14 @@ from poplar.values.formatting import format_ranks
 _OPTIONAL_PACKAGES = ("triton", "nvidia-ml-py")
 """Names of distributions."""
 
-_SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_MULTI_RANK_GPU_ENABLE")
+_SETTINGS = (
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_MULTI_RANK_GPU_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+)
 """Environment variables that decide how ranks reach each other."""
 
 
@@ -53,8 +60,8 @@ class RankFacts:
     """That this rank may use, if nothing else is started on its host."""
     shared_memory_bytes: tuple[int, int] | None
     """Free and total of `/dev/shm`."""
-    cores: tuple[int, ...]
-    """The CPU cores that this process may run on, by number."""
+    cores: int
+    """Number of CPU cores that this process may run on."""
     threads: int
     """CPU threads that torch computes with in this process."""
     address: str
@@ -69,8 +76,12 @@ class RankFacts:
     """Why the operators cannot run on the device, and what to do; None if they can."""
     peer_access: Mapping[str, bool] = field(default_factory=dict)
     """By UUID of each other visible GPU: whether this one can read its memory."""
-    cpu_quota: float | None = None
-    """The smallest CPU quota of this process, in cores; None: no quota."""
+    affinity: str = "0"
+    """The cores that this process may run on, as a hexadecimal mask like that of `taskset`; "0" if
+    they are not known."""
+    cpu_quota: tuple[int, float] | None = None
+    """The smallest CPU quota of this process: the number of the control group that shares it, and
+    the quota in cores. None: no quota."""
 
 
 def describe_values(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
@@ -87,14 +98,14 @@ def describe_values(ranks: Sequence[RankFacts], values: Sequence[str]) -> str:
 
 def own_rank() -> int:
     """This process's rank, from the process group or the launcher; else 0."""
-    if dist.is_initialized():
+    if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
 
 
 def own_world_size() -> int:
     """The number of ranks, from the process group or the launcher; else 1."""
-    if dist.is_initialized():
+    if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -123,7 +134,7 @@ def collect_facts(device: torch.device) -> RankFacts:
         transport=_transport(info),
         memory_bytes=devices.memory_available(device, sharing),
         shared_memory_bytes=host_limits.shared_memory(),
-        cores=tuple(sorted(host_limits.affinity())),
+        cores=host_limits.cores(),
         threads=torch.get_num_threads(),
         address=_address(),
         settings={name: os.environ[name] for name in _SETTINGS if os.environ.get(name)},
@@ -131,7 +142,8 @@ def collect_facts(device: torch.device) -> RankFacts:
         architectures=tuple(torch.cuda.get_arch_list()) if info.kind == "cuda" else (),
         operators_problem=ops.problem_on(info.capability) if info.capability else None,
         peer_access=devices.peer_access(device),
-        cpu_quota=host_limits.processor_quota(),
+        affinity=f"{sum(1 << core for core in host_limits.affinity()):x}",
+        cpu_quota=host_limits.shared_quota(),
     )
 
 
@@ -156,6 +168,8 @@ def _installed(distribution: str) -> str:
 
 
 def _transport(info: DeviceInfo) -> str:
+    if not dist.is_available():
+        return "none: this build of torch has no torch.distributed"
     backend = dist.get_default_backend_for_device(info.kind)
     if not dist.is_backend_available(backend):
         return f"none: this build of torch has no {backend}"

@@ -27,15 +27,13 @@ def processor_name() -> str:
 
 
 def affinity() -> set[int]:
-    """The CPU cores that this process may run on, by number."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
+    """The cores that this process may run on, by number; empty if the system does not tell."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 def cores() -> int:
     """Number of cores that this process may run on."""
-    return len(affinity())
+    return len(affinity()) or os.cpu_count() or 1
 
 
 def total_memory() -> int | None:
@@ -77,9 +75,20 @@ def unused_process_memory() -> int | None:
 
 
 def processor_quota() -> float | None:
-    """The smallest CPU quota of this process's control groups, in cores; None: no quota."""
-    quotas = map(_quota_of, _groups("cpu"))
-    return min((quota for quota in quotas if quota is not None), default=None)
+    """CPU quota of this process's control group, in cores; None if there is no quota."""
+    shared = shared_quota()
+    return None if shared is None else shared[1]
+
+
+def shared_quota() -> tuple[int, float] | None:
+    """The control group of this process with the smallest CPU quota, and the quota in cores.
+
+    The group's number is that of its folder, also in a container, where its path may be "/".
+    """
+    quotas = [(_quota_of(folder), folder) for folder in _groups("cpu")]
+    known = [(quota, folder.stat().st_ino) for quota, folder in quotas if quota is not None]
+    quota, group = min(known, default=(None, 0))
+    return None if quota is None else (group, quota)
 
 
 def shared_memory() -> tuple[int, int] | None:

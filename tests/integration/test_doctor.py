@@ -15,7 +15,7 @@ from poplar.doctor import RankFacts, Report, examine
 from poplar.doctor.checks import findings
 from poplar.doctor.facts import collect_facts
 from poplar.system.devices import DeviceInfo
-from poplar.values.schema import from_fields
+from poplar.values.schema import from_fields, to_json_types
 
 GIB = 1 << 30
 
@@ -31,11 +31,6 @@ def gpu(name="NVIDIA A100-SXM4-80GB", capability=(8, 0), **more):
         capability=capability,
         **more,
     )
-
-
-PROCESSOR = DeviceInfo(
-    name="EPYC", kind="cpu", host="one", cores=16, total_bytes=64 * GIB, others_bytes=0
-)
 
 
 def facts(rank, device=None, versions=(), **more):
@@ -60,7 +55,7 @@ def facts(rank, device=None, versions=(), **more):
         "transport": "process group",
         "memory_bytes": 79 * GIB,
         "shared_memory_bytes": (8 * GIB, 8 * GIB),
-        "cores": tuple(range(16)),
+        "cores": 16,
         "threads": 16,
         "address": "10.0.0.1",
         "architectures": ("sm_80", "sm_90"),
@@ -188,8 +183,11 @@ PAIR = {
 }
 
 
-def pair(access):
-    return [facts(rank, PAIR[rank], peer_access={f"GPU-{1 - rank}": access}) for rank in PAIR]
+def pair(access, **settings):
+    return [
+        facts(rank, PAIR[rank], peer_access={f"GPU-{1 - rank}": access}, settings=settings)
+        for rank in PAIR
+    ]
 
 
 def test_gpus_without_peer_to_peer_access_use_shared_host_memory():
@@ -210,6 +208,14 @@ def test_a_single_process_says_how_to_examine_all_gpus():
     assert "torchrun --nproc-per-node 2 -m poplar doctor" in finding.fix
 
 
+def test_settings_that_turn_off_transports_are_named():
+    finding = only_finding(*pair(access=False, NCCL_SHM_DISABLE="1"))
+    assert finding.fix == "NCCL uses sockets, because of NCCL_SHM_DISABLE=1; unset it"
+    finding = only_finding(*pair(access=True, NCCL_P2P_LEVEL="LOC"))
+    assert finding.what == "peer-to-peer access is turned off by NCCL_P2P_LEVEL=LOC"
+    assert all_findings(*pair(access=True, NCCL_P2P_LEVEL="SYS", NCCL_SHM_DISABLE="1")) == []
+
+
 def test_wsl2_is_advice():
     finding = only_finding(facts(0, kernel="5.15.167.4-microsoft-standard-WSL2"))
     assert finding.kind == "advice"
@@ -218,7 +224,10 @@ def test_wsl2_is_advice():
 
 
 def test_cpu_and_cuda_ranks_do_not_mix():
-    finding = only_finding(facts(0), facts(1, PROCESSOR))
+    processor = DeviceInfo(
+        name="EPYC", kind="cpu", host="one", cores=16, total_bytes=64 * GIB, others_bytes=0
+    )
+    finding = only_finding(facts(0), facts(1, processor))
     assert finding.kind == "problem"
     assert "cuda (rank 0), cpu (rank 1)" in finding.what
 
@@ -239,8 +248,19 @@ def test_a_host_name_that_resolves_to_loopback_is_a_problem():
     assert "GLOO_SOCKET_IFNAME" in finding.fix
     with_interface = dataclasses.replace(there, settings={"GLOO_SOCKET_IFNAME": "eth0"})
     assert all_findings(facts(0), with_interface) == []
+    for_nccl_only = dataclasses.replace(there, settings={"NCCL_SOCKET_IFNAME": "eth0"})
+    assert only_finding(facts(0), for_nccl_only).kind == "problem", "gloo connects hosts too"
     alone = facts(0, address="")
     assert all_findings(alone) == [], "a single host needs no address"
+
+
+def test_the_loopback_interface_cannot_connect_hosts():
+    settings = {"NCCL_SOCKET_IFNAME": "lo"}
+    there = facts(1, gpu(uuid="GPU-1", host="two"), host_id="1", settings=settings)
+    finding = only_finding(facts(0), there)
+    assert (finding.kind, finding.ranks) == ("problem", (1,))
+    assert "NCCL_SOCKET_IFNAME=lo" in finding.what
+    assert all_findings(facts(0, settings=settings)) == [], "one host"
 
 
 def test_two_hosts_with_one_name_are_a_problem():
@@ -268,34 +288,66 @@ def test_small_shared_memory_of_a_container_is_advice():
     assert "no /dev/shm" in only_finding(facts(0, shared_memory_bytes=None)).what
 
 
-def cpu_ranks(number, cores_of=lambda rank: range(16), **more):
-    """Ranks on CPUs, by default on the same 16 cores."""
-    return [facts(rank, PROCESSOR, cores=tuple(cores_of(rank)), **more) for rank in range(number)]
-
-
-def test_more_ranks_or_threads_than_cores_are_advice():
-    finding = only_finding(*cpu_ranks(4, lambda rank: range(2), threads=2))
+def test_more_ranks_than_cores_are_advice():
+    finding = only_finding(*(facts(rank, cores=2) for rank in range(4)))
     assert finding.what == "4 ranks on 2 cores"
-    finding = only_finding(*cpu_ranks(4, threads=16))
+
+
+def test_more_threads_than_cores_name_the_number_that_fits():
+    processor = DeviceInfo(
+        name="EPYC", kind="cpu", host="one", cores=16, total_bytes=64 * GIB, others_bytes=0
+    )
+    finding = only_finding(*(facts(rank, processor, threads=16) for rank in range(4)))
     assert finding.what == "64 threads of torch on 16 cores"
     assert "OMP_NUM_THREADS=4" in finding.fix
-    assert all_findings(*cpu_ranks(1, threads=16)) == []
-    assert all_findings(*cpu_ranks(4, threads=4)) == []
+    assert all_findings(facts(0, processor)) == []
+    assert all_findings(*(facts(rank, processor, threads=4) for rank in range(4))) == []
 
 
-def test_cores_of_pinned_ranks_add_up():
-    assert all_findings(*cpu_ranks(8, lambda rank: [rank], threads=1)) == []
-    finding = only_finding(*cpu_ranks(4, lambda rank: range(4 * rank, 4 * rank + 4), threads=16))
+PROCESSOR = DeviceInfo(
+    name="EPYC", kind="cpu", host="one", cores=16, total_bytes=64 * GIB, others_bytes=0
+)
+
+
+def pinned(rank, mask, **more):
+    """A rank on the CPU that may run on the cores of this mask."""
+    cores = mask.bit_count()
+    more = {"cores": cores, "threads": cores, **more}
+    return facts(rank, PROCESSOR, affinity=f"{mask:x}", **more)
+
+
+def test_ranks_on_cores_of_their_own_share_none():
+    assert all_findings(*(pinned(rank, 1 << rank) for rank in range(8))) == []
+    assert all_findings(*(pinned(rank, 0xF << 4 * rank) for rank in range(4))) == []
+    finding = only_finding(*(pinned(rank, 0x3) for rank in range(4)))
+    assert finding.what == "4 ranks on 2 cores"
+    finding = only_finding(*(pinned(rank, 0xF << 4 * rank, threads=16) for rank in range(4)))
     assert finding.what == "64 threads of torch on 16 cores"
+    assert "OMP_NUM_THREADS=4" in finding.fix
 
 
 def test_a_cpu_quota_limits_the_cores():
-    finding = only_finding(*cpu_ranks(4, threads=4, cpu_quota=3.5))
+    finding = only_finding(*(pinned(rank, 0xFFFF, cpu_quota=(7, 3.5)) for rank in range(4)))
     assert finding.what == "4 ranks on 3.5 cores"
-    finding = only_finding(*cpu_ranks(1, threads=16, cpu_quota=2.0))
+    finding = only_finding(pinned(0, 0xFFFF, cpu_quota=(7, 2.0)))
     assert finding.what == "16 threads of torch on 2 cores"
     assert "OMP_NUM_THREADS=2" in finding.fix
-    assert all_findings(*cpu_ranks(1, threads=1, cpu_quota=0.5)) == []
+    assert all_findings(pinned(0, 0xFFFF, threads=1, cpu_quota=(7, 0.5))) == []
+
+
+def test_ranks_with_quotas_of_their_own_share_none():
+    four = {"threads": 4}
+    own = [pinned(rank, 0xFFFF, cpu_quota=(rank, 4.0), **four) for rank in range(4)]
+    assert all_findings(*own) == []
+    assert all_findings(pinned(0, 0xFFFF, **four), *own[1:]) == [], "rank 0 has none"
+    shared = [pinned(rank, 0xFFFF, cpu_quota=(7, 4.0), **four) for rank in range(4)]
+    assert only_finding(*shared).what == "16 threads of torch on 4 cores"
+
+
+def test_the_cores_of_this_process_are_known():
+    (mine,) = examine().ranks
+    assert int(mine.affinity, 16).bit_count() == mine.cores
+    assert from_fields(RankFacts, to_json_types(mine)) == mine
 
 
 def test_throttling_other_processes_and_narrow_links_are_reported():
@@ -311,7 +363,7 @@ def test_throttling_other_processes_and_narrow_links_are_reported():
 def test_slow_operators_are_advice_and_missing_transports_a_problem():
     slow = facts(0, operators="plain PyTorch (not built)", native_operators=False)
     assert only_finding(slow).kind == "advice"
-    lone = facts(0, transport="none: this build of torch has no nccl")
+    lone = facts(0, transport="none: this build of torch has no torch.distributed")
     assert only_finding(lone).kind == "problem"
 
 
@@ -331,6 +383,11 @@ def test_notes_on_devices_are_shown_with_their_ranks():
     assert "notes" not in str(Report(ranks=(facts(0), facts(1)), findings=()))
 
 
+def test_facts_survive_json():
+    mine = facts(3)
+    assert from_fields(RankFacts, json.loads(json.dumps(to_json_types(mine)))) == mine
+
+
 def test_this_machine_has_no_problems():
     report = examine()
     assert report.ok, str(report)
@@ -338,8 +395,7 @@ def test_this_machine_has_no_problems():
     assert mine.versions["poplar"] == poplar.__version__
     assert mine.memory_bytes > 0
     assert "operators" in str(report)
-    document = json.loads(json.dumps(report.to_dict()))
-    assert from_fields(RankFacts, document["ranks"][0]) == mine
+    json.dumps(report.to_dict())
 
 
 def examine_twice():

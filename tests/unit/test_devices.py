@@ -24,6 +24,8 @@ class NVMLError(Exception):
 class FakeNvml(types.ModuleType):
     """A `pynvml` with a list of cards. A missing entry of a card raises, as in NVML."""
 
+    NVML_CLOCK_SM = 1
+
     def __init__(self, cards, starts=True):
         super().__init__("pynvml")
         self.cards = cards
@@ -50,6 +52,12 @@ class FakeNvml(types.ModuleType):
 
     def nvmlSystemGetDriverVersion(self):
         return b"570.86.15"  # bytes, as in old versions of pynvml
+
+    def nvmlDeviceGetClockInfo(self, card, kind):
+        return _known(card, "clock")
+
+    def nvmlDeviceGetMaxClockInfo(self, card, kind):
+        return _known(card, "max_clock")
 
     def nvmlDeviceGetComputeRunningProcesses(self, card):
         return _known(card, "processes")
@@ -118,6 +126,8 @@ def test_cuda_device_is_described_with_nvml(cuda, cards, monkeypatch):
     cards.append(
         card(
             7,
+            clock=1200,
+            max_clock=2520,
             reasons=0x04 | 0x40,
             nvlinks={0, 1, 2},
             pcie=(4, 8, 16),
@@ -205,7 +215,7 @@ def test_devices_are_found_by_uuid_in_any_order(cards):
 
 def test_mig_slice_has_its_memory_and_links_of_its_device(cards, monkeypatch):
     cards += [
-        card(7, reasons=0x08, pcie=(4, 16, 16)),
+        card(7, clock=1410, max_clock=1410, reasons=0x08, pcie=(4, 16, 16)),
         {"uuid": "MIG-aa", "cut_from": "GPU-7", "processes": [process(1, 3)]},
     ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-aa")
@@ -350,6 +360,11 @@ def test_limits_of_the_process_limit_memory(tmp_path, monkeypatch, limits, limit
 def test_cpu_quota_is_read(tmp_path, monkeypatch, files, quota):
     pretend(monkeypatch, tmp_path, files)
     assert host_limits.processor_quota() == quota
+    shared = host_limits.shared_quota()
+    assert (None if shared is None else shared[1]) == quota
+    if shared is not None:
+        groups = (path.parent for path in tmp_path.rglob("cpu*") if path.is_file())
+        assert shared[0] in {group.stat().st_ino for group in groups}
     notes = " ".join(devices.describe(CPU).notes)
     assert ("CPU quota" in notes) == (quota is not None)
 
