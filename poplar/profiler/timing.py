@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from poplar.hardware.gpu_specifications import specification
-from poplar.system.devices import synchronize
+from poplar.system.devices import checked_kind, synchronize
 
 SHORTEST_SAMPLE_SECONDS = 0.1
 """Shorter work is timed several times at once: a CPU quota is enforced every 10 to 100 ms."""
@@ -58,7 +58,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
     From the specification for fp16 and bf16 on known GPUs, else measured in under a second.
     """
-    if device.type == "cuda" and dtype in _HALF:
+    if checked_kind(device) == "cuda" and dtype in _HALF:
         printed = specification(torch.cuda.get_device_name(device))
         if printed is not None and (printed.bf16 or dtype != torch.bfloat16):
             return printed.half_flops
@@ -74,7 +74,7 @@ def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
     Raises:
         RuntimeError: this device cannot multiply `dtype`, or has no memory for it.
     """
-    side = _MATRIX_SIDE[device.type]
+    side = _MATRIX_SIDE[checked_kind(device)]
     generator = torch.Generator(device).manual_seed(0)
     # Random values: products of constants draw less power and run at higher clocks.
     matrix = torch.randn(side, side, generator=generator, device=device).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import torch
 
 from poplar.system import host_limits, nvml
+
+_KINDS = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +53,7 @@ def describe(device: torch.device) -> DeviceInfo:
     Raises:
         ValueError: another type of device.
     """
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"Poplar trains on CPUs and CUDA devices, not on {device}")
-    return _describe_cuda(device) if device.type == "cuda" else _describe_cpu()
+    return _describe_cuda(device) if checked_kind(device) == "cuda" else _describe_cpu()
 
 
 def throttle_reason(device: torch.device) -> str:
@@ -60,14 +61,14 @@ def throttle_reason(device: torch.device) -> str:
 
     Only temporary reasons count, such as heat. A power cap or fixed clocks also hold in training.
     """
-    if device.type == "cpu":
+    if checked_kind(device) == "cpu":
         return ""
     return "; ".join(_nvml(device).slowdowns())
 
 
 def slowdown_reasons(device: torch.device) -> str:
     """What may slow the device down at this moment, permanent limits too; empty if unknown."""
-    if device.type == "cpu":
+    if checked_kind(device) == "cpu":
         return _quota_note()
     known = _nvml(device)
     return "; ".join((*known.slowdowns(), *known.clock_settings(), *known.other_processes()))
@@ -87,9 +88,12 @@ def memory_available(device: torch.device, ranks: int) -> int:
         containers and of this process.
 
     Raises:
+        ValueError: `ranks` below 1, or another type of device.
         RuntimeError: the system does not report its free memory.
     """
-    if device.type == "cuda":
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    if checked_kind(device) == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own = total - free - _held_by_others(device, free, total, _nvml(device))
         return free // ranks + own
@@ -108,7 +112,7 @@ def memory_available(device: torch.device, ranks: int) -> int:
 
 def peer_access(device: torch.device) -> dict[str, bool]:
     """By UUID of each other CUDA device of this process: whether `device` can read its memory."""
-    if device.type == "cpu":
+    if checked_kind(device) == "cpu":
         return {}
     own = torch.cuda.current_device() if device.index is None else device.index
     others = (other for other in range(torch.cuda.device_count()) if other != own)
@@ -123,7 +127,7 @@ def peak_memory(device: torch.device) -> int:
 
     CUDA: what torch's allocator has reserved. CPU: resident memory, with shared pages.
     """
-    if device.type == "cuda":
+    if checked_kind(device) == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return host_limits.peak_resident_memory()
 
@@ -204,3 +208,15 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on a CUDA device; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def checked_kind(device: torch.device) -> str:
+    """`"cpu"` or `"cuda"`.
+
+    Raises:
+        ValueError: any other type of device.
+    """
+    if device.type not in _KINDS:
+        rank = os.environ.get("RANK", "0")
+        raise ValueError(f"rank {rank}: Poplar trains on CPUs and CUDA devices, not on {device}")
+    return device.type
