@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,32 +81,60 @@ def loss_and_gradients(
     return assembled([x.detach() for x in losses], own), gradients
 
 
-def random_programme(graph: Graph, ratios: tuple[int, ...], draws: random.Random) -> Programme:
+def random_programme(graph: Graph, ratios: Sequence[int], draws: random.Random) -> Programme:
     """A programme with a random strategy of each node, among those that can be reached."""
-    nodes = [node for node in graph.nodes.values() if node.operator not in LEAVES]
-    units = axis_units(graph)
-    placements: dict[str, Placement] = dict(batch_placements(graph))
+    return programme_of(graph, ratios, batch_placements(graph), lambda _, some: draws.choice(some))
+
+
+def following(graph: Graph, ratios: Sequence[int], leaves: Mapping[str, Placement]) -> Programme:
+    """A programme in which each node moves as few of its inputs as it can.
+
+    Args:
+        leaves: by node; others are replicated.
+    """
+
+    def nearest(sources: Sequence[Placement], possible: Sequence[Strategy]) -> Strategy:
+        def cost(strategy: Strategy) -> int:  # a slice needs no communication
+            pairs = zip(sources, strategy.inputs, strict=True)
+            return sum(1 if own is REPLICATED else 10 for own, target in pairs if own != target)
+
+        return min(possible, key=cost)
+
+    names = [node.name for node in graph.nodes.values() if node.operator in LEAVES]
+    return programme_of(graph, ratios, dict.fromkeys(names, REPLICATED) | dict(leaves), nearest)
+
+
+def programme_of(
+    graph: Graph,
+    ratios: Sequence[int],
+    leaves: Mapping[str, Placement],
+    choose: Callable[[Sequence[Placement], Sequence[Strategy]], Strategy],
+) -> Programme:
+    """The programme of strategies that are chosen one node after the other.
+
+    Args:
+        leaves: by node; other parameters are as their first readers need them.
+        choose: from where a node's inputs are, and its strategies that can be reached.
+    """
+    units, placements = axis_units(graph), dict(leaves)
     chosen: dict[str, Strategy] = {}
-    for node in nodes:
-        choices = list(strategies_of(graph, node, units[node.name].__getitem__))
-        draws.shuffle(choices)
-        chosen[node.name] = next(s for s in choices if can_read(graph, node, s, placements))
-        for name, target in zip(node.inputs, chosen[node.name].inputs, strict=True):
-            if graph.nodes[name].operator == PARAMETER and target is not None:
-                placements.setdefault(name, target)
-        placements[node.name] = chosen[node.name].output
-    leaves = [node.name for node in graph.nodes.values() if node.operator in LEAVES]
-    placed = {name: placements.get(name, REPLICATED) for name in leaves}
+    for name, node in graph.nodes.items():
+        if node.operator in LEAVES:
+            continue
+        sources = [placements.get(source, REPLICATED) for source in node.inputs]
+        every = strategies_of(graph, node, units[name].__getitem__)
+        chosen[name] = choose(sources, [s for s in every if can_read(graph, node, s, sources)])
+        for source, target in zip(node.inputs, chosen[name].inputs, strict=True):
+            if graph.nodes[source].operator == PARAMETER:
+                placements.setdefault(source, target)
+        placements[name] = chosen[name].output
+    placed = {name: placements.get(name, REPLICATED) for name in graph.nodes}
     return composed(graph, ratios, placed, chosen)
 
 
-def can_read(
-    graph: Graph, node: Node, strategy: Strategy, placements: Mapping[str, Placement]
-) -> bool:
-    for name, target in zip(node.inputs, strategy.inputs, strict=True):
-        own = placements.get(name, REPLICATED)
-        is_moved = target is not None and target != own
-        if is_moved and (target is PARTIAL or graph.nodes[name].returns_list):
+def can_read(graph: Graph, node: Node, strategy: Strategy, sources: Sequence[Placement]) -> bool:
+    for name, own, target in zip(node.inputs, sources, strategy.inputs, strict=True):
+        if target != own and (target is PARTIAL or graph.nodes[name].returns_list):
             return False
     return True
 
@@ -120,12 +148,12 @@ def converted(
     values: list[Any],
     name: str,
     programme: Programme,
-    target: Placement | None,
+    target: Placement,
     announced: set[tuple[str, Placement, Placement]],
 ) -> list[Any]:
     """Every rank's value in another placement; its collective must be in the programme."""
     source = programme.placements[name]
-    if target is None or target == source:
+    if target == source:
         return values
     assert (name, source, target) in announced, f"{name}: no collective {source} to {target}"
     if source is REPLICATED:  # no communication: each rank has its own tensor

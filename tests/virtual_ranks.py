@@ -14,7 +14,7 @@ from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sh
 
 def parts(
     whole: Tensor,
-    placement: Placement | None,
+    placement: Placement,
     ratios: Sequence[int],
     draws: torch.Generator | None = None,
 ) -> list[Tensor]:
@@ -32,7 +32,7 @@ def parts(
     return [whole.clone() for _ in range(ranks)]
 
 
-def assembled(own: Sequence[Tensor], placement: Placement | None) -> Tensor:
+def assembled(own: Sequence[Tensor], placement: Placement) -> Tensor:
     """The whole tensor. Replicated ones are compared."""
     if isinstance(placement, Sharded):
         return torch.cat(list(own), placement.dim)
@@ -50,7 +50,7 @@ def random_like(tensor: Tensor, draws: torch.Generator | None) -> Tensor:
     return torch.randint(-5, 5, tensor.shape, generator=draws).to(tensor.dtype)
 
 
-def adjoint(placement: Placement | None) -> Placement | None:
+def adjoint(placement: Placement) -> Placement:
     """The placement of the gradient."""
     return {REPLICATED: PARTIAL, PARTIAL: REPLICATED}.get(placement, placement)
 

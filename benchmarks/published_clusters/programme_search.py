@@ -41,9 +41,9 @@ def found_programmes(
     for exposed in EXPOSED:
         priced = replace(costs_of_search, element_seconds=exposed * costs_of_search.element_seconds)
         one = fastest_in(space, priced, width=limit // len(space.nodes))
-        if one is not None and one.programme not in found:
-            found.append(one.programme)
-            yield one.programme
+        if one is not None and one not in found:
+            found.append(one)
+            yield one
 
 
 def search_costs(costs: Costs, graph: Graph, global_batch: int) -> ClusterCosts:

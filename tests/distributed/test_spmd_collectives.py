@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -88,7 +86,7 @@ def calls_of(transport: str) -> Any:
 def apply(name: str, comm: Communicator, x: Tensor, case: Case) -> Tensor:
     """The collective on this rank, which has `x`."""
     call = getattr(collectives, name)
-    if name in ("all_reduce", "count_once"):
+    if name == "all_reduce":
         return call(comm, x, what=name)
     if name == "all_to_all":
         return call(comm, x, *case.dims, *case.bounds, what=name)
@@ -108,7 +106,6 @@ OPERATIONS: dict[str, tuple[Places, Places]] = {
     "reduce_scatter": (PARTIAL, PART_OF_SUM),
     "all_reduce": (PARTIAL, SUM),
     "all_to_all": (SHARDED, RESHARDED),
-    "take_own": (REPLICATED, SHARDED),
 }
 SUMS = ("reduce_scatter", "all_reduce")
 
@@ -153,8 +150,7 @@ def products_of_many(transport: str, times: int) -> list[tuple[str, float, float
     rank = comm.group.rank
     for number in range(times):
         case = Case.draw(number, draw)
-        for name in (*OPERATIONS, "embed", "count_once"):
-            given = OPERATIONS[name][0] if name in OPERATIONS else SHARDED
+        for name, (given, _) in OPERATIONS.items():
             values = [case.values(peer, torch.float64) for peer in range(WORLD)]
             x = given(case, values, rank).clone().requires_grad_()
             with calls_of(transport):
@@ -205,13 +201,12 @@ class SumOfLosses(torch.autograd.Function):
 def chain(comm: Communicator, x: Tensor, case: Case) -> Tensor:
     """All collectives with something that is not linear between them; a contribution to a loss."""
     (first, second), bounds = case.dims, case.bounds
-    own = collectives.take_own(comm, x, first, bounds[0], what="own")
+    own = case.part(x, comm.group.rank, 0)
     moved = collectives.all_to_all(comm, own.sin(), first, second, *bounds, what="moved")
     whole = collectives.all_gather(comm, moved * moved, second, bounds[1], what="whole")
-    partial = whole * (comm.group.rank + 1) / 10 + collectives.count_once(comm, x, what="once")
+    partial = whole * (comm.group.rank + 1) / 10 + x
     added = collectives.all_reduce(comm, partial, what="added").tanh()
-    embedded = collectives.embed(comm, own * 2, first, bounds[0], what="embedded")
-    part = collectives.reduce_scatter(comm, added + embedded, second, bounds[1], what="part")
+    part = collectives.reduce_scatter(comm, added + x, second, bounds[1], what="part")
     return (part * moved).sum()
 
 
@@ -267,64 +262,3 @@ def test_backward_issues_the_adjoints_in_the_opposite_order(ranks: Pool) -> None
     for forward, backward in ranks.run(order_of_calls):
         assert forward == ["left", "right", "again"]
         assert backward == [f"the gradient of {name}" for name in reversed(forward)]
-
-
-def fail_inside(transport: str, seconds: float) -> float:
-    """Rank 1 raises between two collectives; returns the seconds until the others raised."""
-    comm = connect(Group.of(harness.group(), timedelta(seconds=seconds)), transport)
-    bounds = tuple(range(WORLD + 1))
-    start = time.monotonic()
-    x = collectives.all_gather(comm, torch.ones(1), 0, bounds, what="linear_1")
-    if comm.group.rank == 1:
-        error = ArithmeticError("the operator does not work")
-        comm.abort(f"rank 1: the programme failed: {error!r}")
-        raise error
-    collectives.reduce_scatter(comm, x, 0, bounds, what="linear_2")
-    return time.monotonic() - start
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_a_rank_that_raises_is_named_by_the_others(ranks: Pool, transport: str) -> None:
-    failures = ranks.run_expecting_errors(fail_inside, transport, 5.0)
-    assert failures[1].type == "ArithmeticError"
-    for failure in (failures[0], *failures[2:]):
-        assert failure.type == "CollectiveTimeout"
-        assert "linear_2" in failure.message
-        assert "rank 1: the programme failed: ArithmeticError" in failure.message
-
-
-def give_wrong_sizes() -> list[str]:
-    comm = connected("process_group")
-    rank, messages = comm.group.rank, []
-    x = torch.ones(2, 3)
-    for call in (
-        lambda: collectives.all_gather(comm, x, 0, (0, 1, 2, 3, 4), what="a"),
-        lambda: collectives.reduce_scatter(comm, x, 0, (0, 1, 2, 3, 4), what="b"),
-        lambda: collectives.take_own(comm, x, 2, (0, 0, 0, 0, 2), what="c"),
-        lambda: collectives.take_own(comm, x, 0, (0, 2), what="d"),
-        lambda: collectives.all_reduce(comm, x.bool(), what="e"),
-        lambda: collectives.take_own(comm, x, 0, (0, 2, 1, 2, 2), what="f"),
-        lambda: collectives.all_to_all(
-            comm, x[:0] if rank else x, 0, 0, (0, 2, 2, 2, 2), (0, 2, 2, 2, 2), what="g"
-        ),
-    ):
-        with harness.catching() as caught:
-            call()
-        messages += [failure.message for failure in caught if failure.type == "ValueError"]
-    return messages
-
-
-def test_wrong_sizes_raise_before_anything_is_sent(ranks: Pool) -> None:
-    expected = (
-        "a: dimension 0 must have 1 indices",
-        "b: dimension 0 must have 4 indices",
-        "c: dimension 2 must have 2 indices",
-        "d: 4 ranks need 5 bounds",
-        "e: a sum of bool tensors",
-        "must not decrease",
-        "g: ",
-    )
-    for messages in ranks.run(give_wrong_sizes):
-        assert len(messages) == len(expected)
-        for message, text in zip(messages, expected, strict=True):
-            assert text in message

@@ -17,7 +17,7 @@ from virtual_ranks import adjoint, as_list, assembled, parts, random_like
 
 from poplar.programmes.graph.graph import INPUT, Graph, Node, Reference, TensorType
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Sharded, local_shape
-from poplar.programmes.rules.registry import RULES, base_name, local_call, pattern_of
+from poplar.programmes.rules.registry import RULES, base_name, local_call, pattern_of, whole_call
 from poplar.programmes.rules.strategy import Strategy, strategies
 from poplar.programmes.run.local_execution import function, run_local
 from poplar.programmes.run.meta_execution import with_fitting_rules
@@ -171,7 +171,6 @@ CASES = [
     Case("aten.broadcast_tensors.default", ([F((3, 4)), F((4,)), F((3, 1))],), axes=2),
     Case("aten.select.int", (F((3, 4, 5)), 1, 2), axes=2),
     Case("aten.slice.Tensor", (F((3, 4, 5)), 1, 1, 3), axes=2),
-    Case("aten.slice.Tensor", (F((3, 4, 5)), 1, -4, 9223372036854775807), axes=3),
     Case("aten.split.Tensor", (F((3, 7, 5)), 3, 1), axes=2),
     Case("aten.split_with_sizes.default", (F((3, 4)), [1, 3], -1), axes=1),
     Case("aten.split.Tensor", (F((3, 4)), 4, 1), axes=1),
@@ -180,7 +179,6 @@ CASES = [
     Case("aten.stack.default", ([F((3, 4)), F((3, 4))], 1), axes=2),
     Case("aten.zeros.default", ([3, 4],), {"dtype": torch.float64, "device": CPU}, axes=2),
     Case("aten.full.default", ([3, 4], 2.5), {"dtype": torch.float64, "device": CPU}, axes=2),
-    Case("aten.new_ones.default", (F((3, 4)), [5, 6]), axes=2),
     Case("aten.arange.default", (6,), {"device": CPU}, axes=0),
     Case("aten.flip.default", (F((3, 4)), [0]), axes=1),
     Case("aten.roll.default", (F((3, 4, 5)), [1], [-1]), axes=2),
@@ -207,7 +205,6 @@ CASES = [
     Case("aten._grouped_mm.default", (*GROUPED, ENDS), axes=1),
     Case("aten._grouped_mm.default", GROUPED, {"offs": ENDS}, axes=1),
     Case("aten.floor_divide.default", (I((3, 4), 9), 2), axes=2),
-    Case("aten.type_as.default", (F((3, 4)), F((5,), False)), axes=2),
     Case("aten.__and__.Tensor", (MASK, MASK), axes=2),
     Case("aten.max.default", (F((3, 4)),), axes=0),
     Case("aten.max.dim", (F((3, 4, 5)), 1), axes=2),
@@ -328,7 +325,7 @@ def check_gradients(call, strategy, ratios, draws, own_inputs, own_outputs):
         name: tensor.clone().requires_grad_(name in call.trained)
         for name, tensor in call.tensors.items()
     }
-    whole = as_list(run_local(_whole_call(call), leaves.__getitem__, CPU))
+    whole = as_list(run_local(whole_call(call.graph, call.node), leaves.__getitem__, CPU))
     differentiable = [index for index, x in enumerate(whole) if x.requires_grad]
     if not differentiable:
         return
@@ -348,11 +345,6 @@ def check_gradients(call, strategy, ratios, draws, own_inputs, own_outputs):
         whole_gradient = assembled(gradients, adjoint(inputs[name]))
         message = f"gradient of {name}, {strategy} with ratios {ratios}"
         close(whole_gradient, leaf.grad, message, seeds[differentiable[0]].dtype)
-
-
-def _whole_call(call):
-    placements = [None if p is None else REPLICATED for p in strategies_of(call)[0].inputs]
-    return local_call(call.graph, call.node, placements, REPLICATED, (1,), 0)
 
 
 def close(actual, expected, message, computed=torch.float64):

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -55,11 +55,6 @@ class TensorType:
         return self.dtype.startswith(("float", "bfloat"))
 
     @property
-    def is_integer(self) -> bool:
-        """Whether values are integers; truth values are not."""
-        return self.dtype.startswith(("int", "uint"))
-
-    @property
     def has_sum(self) -> bool:
         """Whether sums of values have the same type; truth values have none."""
         return self.dtype != "bool"
@@ -67,7 +62,10 @@ class TensorType:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One call of an operator, or a tensor that is given (`LEAVES`)."""
+    """One call of an operator, or a tensor that is given (`LEAVES`).
+
+    On the whole batch, or on one rank: then with the rank's own sizes (`rules.local_call`).
+    """
 
     name: str
     operator: str
@@ -115,20 +113,19 @@ class Graph:
     derived: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """The pattern of each node, once it is known."""
 
-    def __post_init__(self) -> None:
-        known: set[str] = set()
-        for name, node in self.nodes.items():
-            if name != node.name or not known.issuperset(node.inputs):
-                raise ValueError(f"Graph: node {name!r} has another name or is before its inputs")
-            known.add(name)
-        if self.output not in known:
-            raise ValueError(f"Graph: the output {self.output!r} is not a node")
-
     def types(self, node: Node) -> tuple[TensorType, ...]:
         """The types of the tensors that a node reads."""
         if node.operator == GET_ITEM:
             return (self.nodes[node.inputs[0]].outputs[node.arguments[1]],)
         return tuple(self.nodes[name].output for name in node.inputs)
+
+    def depending(self, on: Callable[[Node], bool]) -> frozenset[str]:
+        """Names of the nodes for which `on` holds, and of all that depend on them."""
+        found: set[str] = set()
+        for name, node in self.nodes.items():
+            if on(node) or found.intersection(node.inputs):
+                found.add(name)
+        return frozenset(found)
 
     @cached_property
     def parameters(self) -> dict[str, Node]:

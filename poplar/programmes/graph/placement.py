@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from poplar import _core
+from poplar.values.schema import Count, PositiveCount
 
 
 class Whole(Enum):
@@ -36,16 +37,10 @@ PARTIAL = Whole.PARTIAL
 class Sharded:
     """Each rank has consecutive indices of one dimension; see `bounds`."""
 
-    dim: int
+    dim: Count
     """Counted from the first dimension: not negative."""
-    unit: int = 1
+    unit: PositiveCount = 1
     """Indices that stay together, such as the channels of an attention head."""
-
-    def __post_init__(self) -> None:
-        if type(self.dim) is not int or type(self.unit) is not int:
-            raise ValueError(f"Sharded: dim and unit must be whole numbers, got {self}")
-        if self.dim < 0 or self.unit < 1:
-            raise ValueError(f"Sharded: dim must be at least 0 and unit at least 1, got {self}")
 
     def bounds(self, shape: Sequence[int], ratios: Sequence[int]) -> tuple[int, ...]:
         """`len(ratios) + 1` bounds: rank `r` has indices `bounds[r]` to `bounds[r + 1]` of `dim`.

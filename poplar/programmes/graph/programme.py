@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,8 +9,6 @@ from typing import NamedTuple
 from poplar.programmes.graph.graph import LEAVES, Graph
 from poplar.programmes.graph.placement import PARTIAL, Placement
 from poplar.values.schema import Document
-
-_TOLERANCE = 1e-9
 
 
 class Collective(NamedTuple):
@@ -34,26 +31,11 @@ class Programme(Document):
     """Part of each rank of every dimension that is sharded; see `cut`."""
     placements: Mapping[str, Placement]
     """The placement of the output of each node, by its name, as the node computes it."""
-    inputs: Mapping[str, tuple[Placement | None, ...]]
-    """For each node: the placements in which it reads its tensors, in the order of the arguments;
-    None for one that it does not read."""
+    inputs: Mapping[str, tuple[Placement, ...]]
+    """The placements in which each node reads its tensors, in the order of the arguments."""
     shares: tuple[float, ...] = ()
     """Part of each rank of the gradients and the optimizer state of replicated parameters; they sum
     to 1. Empty: even parts."""
-
-    def __post_init__(self) -> None:
-        if not self.ratios or min(self.ratios) < 0 or not any(self.ratios):
-            raise ValueError(
-                "Programme.ratios must be at least 0 and one of them above 0, got "
-                f"{tuple(self.ratios)}"
-            )
-        adds_up = abs(math.fsum(self.shares) - 1.0) <= _TOLERANCE
-        is_valid = adds_up and len(self.shares) == self.world_size and min(self.shares) >= 0.0
-        if self.shares and not is_valid:
-            raise ValueError(
-                f"Programme.shares must have one entry for each of {self.world_size} ranks, none "
-                f"below 0, and sum to 1, or be empty; got {tuple(self.shares)}"
-            )
 
     @property
     def world_size(self) -> int:
@@ -85,7 +67,7 @@ class Programme(Document):
                 )
             for read, target in zip(node.inputs, targets, strict=True):
                 source = self.placements[read]
-                if target is None or target == source:
+                if target == source:
                     continue
                 if target is PARTIAL:
                     raise ValueError(

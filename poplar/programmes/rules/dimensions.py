@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 from poplar.programmes.graph.graph import GET_ITEM, Node, Reference
 from poplar.programmes.rules.local_call import (
     INDEX_PART,
-    LocalCall,
     Localize,
     Part,
     Rule,
@@ -59,11 +58,6 @@ def last(count: int | Callable[[Node], int]) -> Find:
     return find
 
 
-def _sliced(node: Node, types: Types) -> Iterable[int] | None:
-    """No dimension, if the slice has all of it."""
-    return [] if node.output.shape == types[0].shape else by_argument(1, 0)(node, types)
-
-
 def keeping(
     find: Find,
     *,
@@ -103,7 +97,6 @@ def labelled(
     *,
     linear: Sequence[int] = (),
     only_moves: bool = False,
-    is_read: bool = True,
     broadcasts: bool = False,
     localize: Localize = unchanged,
 ) -> Rule:
@@ -113,7 +106,6 @@ def labelled(
         labels: of the inputs and of the output; None: all ranks compute all.
         linear: inputs in which the operator is linear together.
         only_moves: the operator computes nothing, and is linear in all inputs together.
-        is_read: the values of the inputs are used.
         broadcasts: as for `mapped`.
     """
 
@@ -121,14 +113,12 @@ def labelled(
         found = labels(node, types)
         if found is None:
             return computed_by_all(node, types)
-        every = range(len(types))
-        together = (every if only_moves else linear) if is_read else ()
+        together = range(len(types)) if only_moves else linear
         return mapped(
             node,
             types,
             *found,
             linear_in=[together] if together else (),
-            unread=() if is_read else every,
             flops=0.0 if only_moves else None,
             broadcasts=broadcasts,
         )
@@ -213,12 +203,12 @@ def _indexed(node: Node, types: Types) -> Labels:
     return [[*before, *entries, *after], *indices], [*before, *places, *after]
 
 
-def _index_part(call: LocalCall, part: Part) -> LocalCall:
+def _index_part(call: Node, part: Part) -> Node:
     if not part.is_summed:
         return call
     dim = next(at for at, given in enumerate(call.arguments[1]) if given is not None)
     size = part.types[0].shape[dim]
-    arguments = (call.arguments[0], call.arguments[1][dim], dim, part.bounds[0], size)
+    arguments = (call.arguments[0], call.arguments[1][dim], dim, part.start, size)
     return replace(call, operator=INDEX_PART, arguments=arguments, keywords={})
 
 
@@ -239,15 +229,6 @@ def _counted(node: Node, types: Types) -> Labels:
     if argument(node, 2, "min", 0) == argument(node, 3, "max", 0):
         return None
     return [[f"element{dim}" for dim in range(len(types[0].shape))]], [None]
-
-
-def _created(localize: Localize) -> Rule:
-    """The rule of tensors of one value; of a tensor that is given, only the type is used."""
-
-    def labels(node: Node, types: Types) -> Labels:
-        return [[None] * len(kind.shape) for kind in types], range(len(node.output.shape))
-
-    return labelled(labels, only_moves=True, is_read=False, localize=localize)
 
 
 def _class_loss(node: Node, types: Types) -> Labels:
@@ -292,16 +273,6 @@ def _copied(node: Node, types: Types, output: Sequence[Label], copies: dict[str,
     return mapped(node, types, read, output, sizes=copies, whole=copies, linear_in=[{0}], flops=0.0)
 
 
-def _with_bounds(call: LocalCall, part: Part) -> LocalCall:
-    """A slice of a whole dimension, which may be the divided one, with the rank's size of it."""
-    shape = part.types[0].shape
-    if part.node.output.shape != shape:
-        return call
-    dim = _dim(part.node, 1, len(shape))
-    arguments = (call.arguments[0], dim, 0, call.outputs[0].shape[dim])
-    return replace(call, arguments=arguments, keywords={})
-
-
 def _elementwise_loss(position: int) -> Rule:
     """The rule of losses of two tensors of one shape; `position`: of the argument `reduction`."""
 
@@ -315,7 +286,7 @@ def _elementwise_loss(position: int) -> Rule:
 
 
 def _broadcast(node: Node, types: Types) -> Labels:
-    """`expand` and `broadcast_tensors`: new dimensions, and those of size 1, are repeated."""
+    """Of `expand` and `broadcast_tensors`, new dimensions and those of size 1 are repeated."""
     dims = range(len(node.output.shape))
     return [dims[len(dims) - len(kind.shape) :] for kind in types], dims
 
@@ -341,9 +312,8 @@ DIMENSIONS: dict[str, Rule] = {
     "max_pool2d avg_pool2d adaptive_avg_pool2d triu tril": keeping(last(2)),
     "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d": keeping(last(2)),
     "pad constant_pad_nd": keeping(last(lambda node: len(node.arguments[1]) // 2)),
-    "select unbind cat": keeping(by_argument(1, 0), only_moves=True),
+    "select slice unbind cat": keeping(by_argument(1, 0), only_moves=True),
     "split split_with_sizes chunk slice_scatter": keeping(by_argument(2, 0), only_moves=True),
-    "slice": keeping(_sliced, only_moves=True, localize=_with_bounds),
     "flip": keeping(by_argument(1), only_moves=True),
     "roll": keeping(by_argument(2), only_moves=True),
     "stack": _moving(_stacked),
@@ -352,8 +322,7 @@ DIMENSIONS: dict[str, Rule] = {
     GET_ITEM: keeping(last(0), only_moves=True),
     "broadcast_tensors": _moving(_broadcast, broadcasts=True),
     "expand": _moving(_broadcast, broadcasts=True, localize=with_output_shape(1)),
-    "zeros ones full empty": _created(with_output_shape(0)),
-    "new_zeros new_ones new_full new_empty": _created(with_output_shape(1)),
+    "zeros ones full empty": _moving(_broadcast, localize=with_output_shape(0)),
     "gather": labelled(_gathered, linear=(0,)),
     "index_select": labelled(_index_selected, linear=(0,)),
     "index": labelled(_indexed, linear=(0,), broadcasts=True, localize=_index_part),

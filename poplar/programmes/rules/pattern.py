@@ -43,8 +43,6 @@ class Pattern:
     linear_in: tuple[frozenset[int], ...] = ()
     """Sets of inputs in which the operator is linear: with partial values in all inputs of a set,
     and replicated ones in the others, the output is partial."""
-    unread: frozenset[int] = frozenset()
-    """Inputs of which only the element type and device matter."""
     flops: float
     """Operations of the forward pass, on the whole tensors."""
 
@@ -76,7 +74,6 @@ def mapped(
     sizes: Mapping[str, int] | None = None,
     whole: Iterable[str] = (),
     linear_in: Iterable[Collection[int]] = (),
-    unread: Collection[int] = (),
     flops: float | None = None,
     broadcasts: bool = False,
 ) -> Pattern:
@@ -90,7 +87,7 @@ def mapped(
         inputs: labels of the dimensions of each input.
         output: labels of the dimensions of the output.
         sizes: of axes that are only in products.
-        whole, linear_in, unread: as in `Pattern`.
+        whole, linear_in: as in `Pattern`.
         flops: operations of the forward pass. None: one for each element of the largest tensor.
         broadcasts: a dimension of size 1 whose label has another size elsewhere is repeated.
     """
@@ -126,7 +123,6 @@ def mapped(
         summed=frozenset(missing),
         whole=frozenset(whole),
         linear_in=tuple(map(frozenset, linear_in)),
-        unread=frozenset(unread),
         flops=float(max(numels) if flops is None else flops),
     )
 

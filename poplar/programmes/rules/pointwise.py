@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from poplar.programmes.graph.graph import Node
 from poplar.programmes.rules.local_call import Rule
-from poplar.programmes.rules.pattern import Label, Pattern, Types, mapped
+from poplar.programmes.rules.pattern import Pattern, Types, mapped
 
 _LINEAR = {
     **dict.fromkeys(("neg", "clone", "alias", "detach", "contiguous", "div"), ((0,),)),
-    **dict.fromkeys(("_to_copy", "to", "type_as"), ((0,),)),
+    **dict.fromkeys(("_to_copy", "to"), ((0,),)),
     # A number is added by every rank, and a tensor of fewer elements is a partial sum too.
     **dict.fromkeys(("add", "sub"), ((0, 1),)),
     "mul": ((0,), (1,)),
@@ -29,30 +29,26 @@ _OTHERS = (
 
 
 def _pointwise(node: Node, types: Types) -> Pattern:
-    """The pattern with inputs that are broadcast; of `type_as`, the second one is not read."""
-    name = node.operator.split(".")[1]
+    """The pattern with inputs that are broadcast."""
     dims = range(len(node.output.shape))
-    inputs: list[list[Label]] = [list(dims[len(dims) - len(kind.shape) :]) for kind in types]
-    if name == "type_as":
-        inputs[1] = [None] * len(types[1].shape)
+    inputs = [dims[len(dims) - len(kind.shape) :] for kind in types]
     return mapped(
         node,
         types,
         inputs,
         dims,
-        linear_in=_linear_in(name, node, types),
-        unread={1} if name == "type_as" else (),
+        linear_in=_linear_in(node, types),
         flops=node.output.numel,
         broadcasts=True,
     )
 
 
-def _linear_in(name: str, node: Node, types: Types) -> list[tuple[int, ...]]:
+def _linear_in(node: Node, types: Types) -> list[tuple[int, ...]]:
     is_rounded = "mode" in node.operator + "".join(node.keywords)
     starts_with_number = getattr(node.arguments[0], "node", None) is None if types else True
     if is_rounded or starts_with_number:  # as in `1 / x`
         return []
-    return [part for part in _LINEAR.get(name, ()) if max(part) < len(types)]
+    return [part for part in _LINEAR.get(node.operator.split(".")[1], ()) if max(part) < len(types)]
 
 
 POINTWISE = {" ".join((*_LINEAR, _OTHERS)): Rule(_pointwise)}

@@ -10,11 +10,10 @@ from poplar.programmes.graph.graph import Node, Reference
 from poplar.programmes.rules.local_call import (
     EMBEDDING_PART,
     GROUPED_MM_PART,
-    LocalCall,
+    WITH_ZEROS,
     Localize,
     Part,
     Rule,
-    Zeroed,
     argument,
 )
 from poplar.programmes.rules.pattern import Label, Pattern, Types, computed_by_all, mapped
@@ -69,12 +68,12 @@ def product(
             broadcasts=True,
         )
 
-    def with_bias_once(call: LocalCall, part: Part) -> LocalCall:
+    def with_bias_once(call: Node, part: Part) -> Node:
         has_bias = bias is not None and len(part.node.inputs) > 2
-        if not has_bias or not part.is_summed or part.is_first:
+        if not has_bias or not part.is_summed or part.start == 0:
             return call
-        assert bias is not None
-        return call.with_argument(bias, Zeroed(call.arguments[bias]))
+        arguments = (bias, call.operator, *call.arguments)
+        return replace(call, operator=WITH_ZEROS, arguments=arguments)
 
     return Rule(pattern, localize or with_bias_once)
 
@@ -122,13 +121,13 @@ def _embedding(node: Node, types: Types) -> str:
     return "entries columns, *index -> *index columns"
 
 
-def _embedding_part(call: LocalCall, part: Part) -> LocalCall:
+def _embedding_part(call: Node, part: Part) -> Node:
     """Each rank can have some of the entries: the output is then partial."""
     if not part.is_summed:
         return call
     table, indices = call.arguments[:2]
     padding = argument(part.node, 2, "padding_idx", -1)
-    arguments = (table, indices, part.bounds[0], padding, part.types[0].shape[0])
+    arguments = (table, indices, part.start, padding, part.size)
     return replace(call, operator=EMBEDDING_PART, arguments=arguments, keywords={})
 
 
@@ -141,11 +140,11 @@ def _grouped_product(node: Node, types: Types) -> str:
     return ". ., experts . ., . -> . ." if is_plain else ""
 
 
-def _grouped_mm_part(call: LocalCall, part: Part) -> LocalCall:
+def _grouped_mm_part(call: Node, part: Part) -> Node:
     if not part.is_summed:
         return call
     tensors = [Reference(name) for name in part.node.inputs]
-    arguments = (call.operator, *tensors, *part.bounds)
+    arguments = (call.operator, *tensors, part.start, part.stop)
     return replace(call, operator=GROUPED_MM_PART, arguments=arguments, keywords={})
 
 

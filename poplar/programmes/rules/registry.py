@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from poplar.programmes.graph.graph import LEAVES, Graph, Node, Reference, TensorType
-from poplar.programmes.graph.placement import Placement, local_shape
+from poplar.programmes.graph.placement import REPLICATED, Placement, cut, local_shape
 from poplar.programmes.rules.dimensions import DIMENSIONS
-from poplar.programmes.rules.local_call import ZEROS, LocalCall, Part, Rule
+from poplar.programmes.rules.local_call import ZEROS, Part, Rule
 from poplar.programmes.rules.pattern import Pattern, computed_by_all
 from poplar.programmes.rules.pointwise import POINTWISE
 from poplar.programmes.rules.products import PRODUCTS
@@ -61,7 +61,8 @@ def _new_pattern(graph: Graph, node: Node) -> Pattern:
 
 def _keeps_sums(read: TensorType, computed: TensorType) -> bool:
     """Whether summands can be converted one by one: neither to truth values nor by rounding."""
-    is_rounded = computed.is_integer and not read.is_integer
+    integers = ("int", "uint")
+    is_rounded = computed.dtype.startswith(integers) and not read.dtype.startswith(integers)
     return read.has_sum and computed.has_sum and not is_rounded
 
 
@@ -82,11 +83,11 @@ def strategies_of(
 def local_call(
     graph: Graph,
     node: Node,
-    inputs: Sequence[Placement | None],
+    inputs: Sequence[Placement],
     output: Placement,
     ratios: Sequence[int],
     rank: int,
-) -> LocalCall:
+) -> Node:
     """What a rank calls for its part of a node; `ZEROS` if the part is empty.
 
     Args:
@@ -101,34 +102,32 @@ def local_call(
         strategy = strategy_of(pattern, inputs, output)
     except ValueError as error:
         raise ValueError(f"node {node.name!r}, {node.operator}: {error}") from None
-    part = Part(
-        node=node,
-        types=graph.types(node),
-        pattern=pattern,
-        strategy=strategy,
-        ratios=tuple(ratios),
-        rank=rank,
-    )
-    call = LocalCall(
-        operator=node.operator,
-        arguments=node.arguments,
-        keywords=node.keywords,
+    size = pattern.sizes.get(strategy.axis, 0)
+    start, stop = cut(size, ratios, strategy.unit)[rank : rank + 2]
+    call = replace(
+        node,
         outputs=tuple(
             replace(kind, shape=local_shape(output, kind.shape, ratios, rank))
             for kind in node.outputs
         ),
-        returns_list=node.returns_list,
     )
-    if strategy.axis and part.bounds[0] == part.bounds[1]:
+    if strategy.axis and start == stop:
         arguments = tuple(Reference(name) for name in node.inputs)
         return replace(call, operator=ZEROS, arguments=arguments, keywords={})
+    part = Part(
+        node=node,
+        types=graph.types(node),
+        is_summed=strategy.axis in pattern.summed,
+        start=start,
+        stop=stop,
+        size=size,
+    )
     return rule_of(node).localize(call, part)
 
 
-def whole_call(graph: Graph, node: Node) -> LocalCall:
+def whole_call(graph: Graph, node: Node) -> Node:
     """What one process calls for a node."""
-    by_all = next(strategies_of(graph, node))
-    return local_call(graph, node, by_all.inputs, by_all.output, (1,), 0)
+    return local_call(graph, node, (REPLICATED,) * len(node.inputs), REPLICATED, (1,), 0)
 
 
 def without_rules(graph: Graph) -> Iterator[Node]:

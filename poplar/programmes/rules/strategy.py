@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded, cut
+from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
 from poplar.programmes.rules.pattern import Dims, Pattern
 
 
@@ -13,18 +13,13 @@ from poplar.programmes.rules.pattern import Dims, Pattern
 class Strategy:
     """Placements of an operator's inputs and of its output."""
 
-    inputs: tuple[Placement | None, ...]
-    """Placements in the order of the arguments. None: only the element type is used."""
+    inputs: tuple[Placement, ...]
+    """Placements in the order of the arguments."""
     output: Placement
     axis: str = ""
     """The axis along which the operator is divided; empty: every rank computes all of it."""
     unit: int = 1
     """Indices of the axis that stay together."""
-
-    def part(self, pattern: Pattern, ratios: Sequence[int], rank: int) -> tuple[int, int]:
-        """First index and the one after the last of the axis, on a rank."""
-        bounds = cut(pattern.sizes[self.axis], ratios, self.unit)
-        return bounds[rank], bounds[rank + 1]
 
 
 def strategies(
@@ -35,9 +30,10 @@ def strategies(
     Args:
         units: which units to consider for an axis; those that do not divide it are left out.
     """
-    yield Strategy(_read(pattern, lambda index, dims: REPLICATED), REPLICATED)
+    inputs = range(len(pattern.inputs))
+    yield Strategy((REPLICATED,) * len(inputs), REPLICATED)
     for partial in pattern.linear_in:
-        yield _on_partial(pattern, partial)
+        yield Strategy(tuple(PARTIAL if at in partial else REPLICATED for at in inputs), PARTIAL)
     for axis in pattern.divisible_axes():
         for unit in dict.fromkeys(units(axis)):
             if pattern.sizes[axis] % unit == 0:
@@ -54,19 +50,22 @@ def divided(pattern: Pattern, axis: str, unit: int = 1) -> Strategy:
         return Sharded(dim, unit * pattern.inner_size(dims, dim))
 
     output = PARTIAL if axis in pattern.summed else placed(pattern.output)
-    return Strategy(_read(pattern, lambda index, dims: placed(dims)), output, axis, unit)
+    return Strategy(tuple(map(placed, pattern.inputs)), output, axis, unit)
 
 
-def strategy_of(
-    pattern: Pattern, inputs: Sequence[Placement | None], output: Placement
-) -> Strategy:
+def strategy_of(pattern: Pattern, inputs: Sequence[Placement], output: Placement) -> Strategy:
     """The strategy with these placements.
 
     Raises:
         ValueError: there is none.
     """
-    for candidate in _candidates(pattern, (*inputs, output)):
-        if candidate.inputs == tuple(inputs) and candidate.output == output:
+    placed = zip((*inputs, output), (*pattern.inputs, pattern.output), strict=True)
+    sharded = [
+        (own, dims) for own, dims in placed if isinstance(own, Sharded) and own.dim < len(dims)
+    ]
+    found = [along(pattern, dims, own) for own, dims in sharded[:1]]
+    for candidate in found or strategies(pattern):
+        if candidate and candidate.inputs == tuple(inputs) and candidate.output == output:
             return candidate
     raise ValueError(f"no strategy reads {tuple(inputs)} and computes {output}")
 
@@ -77,27 +76,3 @@ def along(pattern: Pattern, dims: Dims, placement: Sharded) -> Strategy | None:
     if not axes or axes[0] not in pattern.divisible_axes() or placement.unit % inner:
         return None
     return divided(pattern, axes[0], placement.unit // inner)
-
-
-def _candidates(pattern: Pattern, placements: Sequence[Placement | None]) -> Iterator[Strategy]:
-    for placement, dims in zip(placements, (*pattern.inputs, pattern.output), strict=True):
-        if isinstance(placement, Sharded) and placement.dim < len(dims):
-            strategy = along(pattern, dims, placement)
-            if strategy is not None:
-                yield strategy
-            return
-    yield from strategies(pattern)
-
-
-def _on_partial(pattern: Pattern, partial: frozenset[int]) -> Strategy:
-    inputs = _read(pattern, lambda index, dims: PARTIAL if index in partial else REPLICATED)
-    return Strategy(inputs, PARTIAL)
-
-
-def _read(
-    pattern: Pattern, placed: Callable[[int, Dims], Placement]
-) -> tuple[Placement | None, ...]:
-    return tuple(
-        None if index in pattern.unread else placed(index, dims)
-        for index, dims in enumerate(pattern.inputs)
-    )

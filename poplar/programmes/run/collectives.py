@@ -8,13 +8,12 @@ map:
     reduce_scatter   partial -> sharded        backward: all_gather
     all_reduce       partial -> replicated     backward: all_reduce
     all_to_all       sharded -> sharded        backward: all_to_all back
-    take_own         replicated -> sharded     backward: embed
-    embed            sharded -> partial        backward: take_own
-    count_once       replicated -> partial     backward: count_once
 
-The last three communicate nothing. All functions are collective, in the same order on all ranks.
-That holds for backward too: on one device, autograd visits operators in exactly the opposite order
-of the forward, and every function here is part of the graph on every rank, also with empty parts.
+A part of a replicated tensor (`own_part`) is taken without communication; the gradient is partial.
+
+All other functions are collective, in the same order on all ranks. That holds for backward too: on
+one device, autograd visits operators in exactly the opposite order of the forward, and every
+function here is part of the graph on every rank, also with empty parts.
 
 `bounds` are `len(ranks) + 1` integers: rank `r` has the indices `bounds[r]` to `bounds[r + 1]` of
 the dimension. `what` names the call in errors. Sums of float64 tensors and of integers have their
@@ -35,7 +34,7 @@ from torch import Tensor
 from poplar.comm.bucket import Codec
 from poplar.comm.communicator import Communicator, Splits
 from poplar.comm.shard_layout import Layout
-from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded, cut
+from poplar.programmes.graph.placement import REPLICATED, Placement, Sharded, cut
 
 Bounds = Sequence[int]
 _ADDED_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,10 +47,8 @@ def all_gather(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what:
         x: this rank's part, of any dtype; other dimensions are the same on all ranks.
 
     Raises:
-        ValueError: `x` does not have the size that `bounds` gives this rank.
         CollectiveTimeout: names the ranks that did not take part before the deadline.
     """
-    bounds = _checked(comm, x, dim, bounds, what, is_part=True)
 
     def run(x: Tensor) -> Tensor:
         layout = _layout_of_parts(x, dim, bounds)
@@ -73,10 +70,8 @@ def reduce_scatter(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, w
         x: of the whole shape, which is the same on all ranks; any dtype but bool.
 
     Raises:
-        ValueError: `x` does not have the size that `bounds` has, or is bool.
         CollectiveTimeout: as `all_gather`.
     """
-    bounds = _checked(comm, x, dim, bounds, what, is_part=False)
 
     def run(x: Tensor) -> Tensor:
         rank = comm.group.rank
@@ -119,21 +114,13 @@ def all_to_all(
         target_dim: another dimension than `source_dim`.
 
     Raises:
-        ValueError: `x` does not have the sizes that the bounds give; both dimensions are the same.
         CollectiveTimeout: as `all_gather`.
     """
-    source = _checked(comm, x, source_dim, source_bounds, what, is_part=True)
-    target = _checked(comm, x, target_dim, target_bounds, what, is_part=False)
-    if source_dim == target_dim:
-        raise ValueError(
-            f"rank {comm.group.name}: {what}: all_to_all moves the cut to another dimension, got "
-            f"{source_dim} twice"
-        )
 
     def run(x: Tensor) -> Tensor:
-        sent = _parts(x, target_dim, target)
+        sent = _parts(x, target_dim, target_bounds)
         own = sent[comm.group.rank]
-        shapes = [_resized(own, source_dim, stop - start) for start, stop in pairwise(source)]
+        shapes = [_resized(own, source_dim, b - a) for a, b in pairwise(source_bounds)]
         numels = [math.prod(shape) for shape in shapes]
         sizes = Splits(received=numels, sent=[part.numel() for part in sent])
         received = torch.empty(sum(numels), dtype=x.dtype, device=x.device)
@@ -143,41 +130,10 @@ def all_to_all(
         return torch.cat([part.view(shape) for part, shape in parts], source_dim)
 
     def back(gradient: Tensor) -> Tensor:
-        what_back = _of_gradient(what)
-        return all_to_all(comm, gradient, target_dim, source_dim, target, source, what=what_back)
+        dims, bounds = (target_dim, source_dim), (target_bounds, source_bounds)
+        return all_to_all(comm, gradient, *dims, *bounds, what=_of_gradient(what))
 
     return _apply(run, x, back)
-
-
-def take_own(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
-    """This rank's part of `dim` of a replicated tensor: a view."""
-    bounds = _checked(comm, x, dim, bounds, what, is_part=False)
-    return _apply(
-        lambda x: _parts(x, dim, bounds)[comm.group.rank],
-        x,
-        lambda g: embed(comm, g, dim, bounds, what=_of_gradient(what)),
-    )
-
-
-def embed(comm: Communicator, x: Tensor, dim: int, bounds: Bounds, *, what: str) -> Tensor:
-    """The whole shape, with zeros where other ranks have parts: the summands of a partial value."""
-    bounds = _checked(comm, x, dim, bounds, what, is_part=True)
-
-    def run(x: Tensor) -> Tensor:
-        whole = x.new_zeros(_resized(x, dim, bounds[-1]))
-        _parts(whole, dim, bounds)[comm.group.rank].copy_(x)
-        return whole
-
-    return _apply(run, x, lambda g: take_own(comm, g, dim, bounds, what=_of_gradient(what)))
-
-
-def count_once(comm: Communicator, x: Tensor, *, what: str) -> Tensor:
-    """A replicated value as a partial one: rank 0 has it, and the other ranks have zeros."""
-    return _apply(
-        lambda x: x.clone() if comm.group.rank == 0 else torch.zeros_like(x),
-        x,
-        lambda g: count_once(comm, g, what=_of_gradient(what)),
-    )
 
 
 _Map = Callable[[Tensor], Tensor]
@@ -213,8 +169,6 @@ def _reduce_scatter(
 ) -> Tensor:
     """The flat sum over ranks of this rank's part, in the dtype of sums; `parts`: by rank."""
     first = parts[0]
-    if first.dtype is torch.bool:
-        raise ValueError(f"rank {comm.group.name}: {what}: a sum of bool tensors has no dtype")
     own, ranks = layout.size(comm.group.rank), comm.group.size
     if first.dtype not in _ADDED_IN_FP32:  # rare, and the transports add in fp32
         sizes = Splits(received=[own] * ranks, sent=list(layout.sizes))
@@ -253,25 +207,6 @@ def _words(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
 
 
-def _checked(
-    comm: Communicator, x: Tensor, dim: int, bounds: Bounds, what: str, *, is_part: bool
-) -> tuple[int, ...]:
-    """The bounds, if `x` has this rank's part of the dimension, or else all of it."""
-    rank, ranks = comm.group.rank, comm.group.size
-    offsets = Layout(tuple(bounds)).offsets
-    if len(bounds) != ranks + 1:
-        raise ValueError(
-            f"rank {rank}: {what}: {ranks} ranks need {ranks + 1} bounds, got {tuple(bounds)}"
-        )
-    size = offsets[rank + 1] - offsets[rank] if is_part else offsets[-1]
-    if not 0 <= dim < x.dim() or x.shape[dim] != size:
-        raise ValueError(
-            f"rank {rank}: {what}: dimension {dim} must have {size} indices by the bounds "
-            f"{offsets}, got a tensor of shape {tuple(x.shape)}"
-        )
-    return offsets
-
-
 def convert(
     comm: Communicator,
     x: Tensor,
@@ -290,39 +225,30 @@ def convert(
         what: the tensor's name in errors.
 
     Raises:
-        ValueError: `x` does not have the shape that `source` gives this rank.
         CollectiveTimeout: names the ranks that did not take part before the deadline.
     """
     if source == target:
         return x
+    rank = comm.group.rank
+    if source is REPLICATED:
+        return own_part(x, target, ratios, rank)
+    new_bounds = target.bounds(shape, ratios) if isinstance(target, Sharded) else ()
     if not isinstance(source, Sharded):
         if not isinstance(target, Sharded):
-            return (count_once if target is PARTIAL else all_reduce)(comm, x, what=what)
-        move = take_own if source is REPLICATED else reduce_scatter
-        return move(comm, x, target.dim, target.bounds(shape, ratios), what=what)
+            return all_reduce(comm, x, what=what)
+        return reduce_scatter(comm, x, target.dim, new_bounds, what=what)
     bounds = source.bounds(shape, ratios)
-    if not isinstance(target, Sharded):
-        join = all_gather if target is REPLICATED else embed
-        return join(comm, x, source.dim, bounds, what=what)
-    new_bounds = target.bounds(shape, ratios)
-    if source.dim != target.dim:
+    if isinstance(target, Sharded) and source.dim != target.dim:
         return all_to_all(comm, x, source.dim, target.dim, bounds, new_bounds, what=what)
     if bounds == new_bounds:
         return x
     # Other units of the same dimension. Plans avoid this, so it is not worth a collective.
-    whole = all_gather(comm, x, source.dim, bounds, what=what)
-    return take_own(comm, whole, target.dim, new_bounds, what=what)
+    return own_part(all_gather(comm, x, source.dim, bounds, what=what), target, ratios, rank)
 
 
 def own_part(whole: Tensor, placement: Placement, ratios: Sequence[int], rank: int) -> Tensor:
-    """A rank's part of a tensor that it has as a whole: a view.
-
-    Raises:
-        ValueError: a partial placement, of which no rank's summand is given.
-    """
-    if placement is PARTIAL:
-        raise ValueError("a partial placement has no parts of a given tensor")
+    """A rank's part of a tensor that it has as a whole: a view."""
     if not isinstance(placement, Sharded):
         return whole
-    bounds = placement.bounds(whole.shape, ratios)
-    return whole.narrow(placement.dim, bounds[rank], bounds[rank + 1] - bounds[rank])
+    start, stop = placement.bounds(whole.shape, ratios)[rank : rank + 2]
+    return whole.narrow(placement.dim, start, stop - start)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from poplar.comm.communicator import Communicator
 from poplar.programmes.graph.graph import Graph
-from poplar.programmes.graph.placement import REPLICATED, Placement, Sharded
+from poplar.programmes.graph.placement import REPLICATED, Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.collectives import convert, own_part
 
@@ -64,8 +64,7 @@ class DividedModel:
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a tensor with one value per element of a parameter: a view."""
-        placement: Placement = self._placements.get(name, REPLICATED)
-        return own_part(whole, placement, self._ratios, self._comm.group.rank)
+        return own_part(whole, self._placements[name], self._ratios, self._comm.group.rank)
 
     def whole(self, name: str, own: Tensor) -> Tensor:
         """The whole tensor from the parts of the ranks of a sharded parameter. Collective."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
-from torch.utils._pytree import SequenceKey, keystr, tree_flatten_with_path, tree_map
+from torch.utils._pytree import SequenceKey, keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from poplar.programmes.graph.graph import (
     BUFFER,
@@ -47,8 +47,14 @@ _KINDS = {
 _CHECKS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default")
 _SWITCHES = ("train", "training", "p", "dropout", "dropout_p")
 """Arguments of random operators: if one is 0 or False, no numbers are drawn."""
-_IDENTITIES = ("aten.dropout.default",)
+_IDENTITIES = ("aten.dropout.default", "aten.alias.default")
 """Operators that return their first argument unless they are random."""
+_CREATED = {
+    f"aten.new_{kind}.default": f"aten.{kind}.default"
+    for kind in ("zeros", "ones", "full", "empty")
+}
+"""Operators that read only the type and device of their first argument, and those that take both
+as keywords."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class ExportedLoss:
         for path, value in ({} if batch is None else _leaves(batch)).items():
             if path in inputs:
                 tensors[path] = _as_tensor(value, path, inputs[path].output.dtype, device)
-            elif path in self.fixed and not _same(value, self.fixed[path]):
+            elif path in self.fixed and repr(value) != repr(self.fixed[path]):
                 raise ValueError(
                     f"the batch has {value!r} at {path}, but the example batch had "
                     f"{self.fixed[path]!r}, which the programme keeps; give distribute() an "
@@ -116,7 +122,7 @@ def export_loss(
     try:
         program = _exported(module, given)
     except NotExportable:
-        if _kinds(given) == _kinds(batch):
+        if not any(map(_is_number, tree_leaves(batch))):
             raise
         given = batch
         program = _exported(module, given)
@@ -221,7 +227,10 @@ def _converted(
         elif node.op == "call_function" and _operator(node) not in _CHECKS:
             nodes[node.name] = _call(node, known)
             known[node.name] = node.name
-    loss = nodes[known[_loss_name(program)]]
+    outputs = program.graph_signature.user_outputs
+    if len(outputs) != 1:
+        raise NotExportable(f"loss_fn must return one tensor, got {len(outputs)}")
+    loss = nodes[known[str(outputs[0])]]
     if loss.output.shape != () or not loss.output.is_floating:
         raise NotExportable(
             f"loss_fn must return a float tensor of no dimensions, got {loss.output}"
@@ -264,14 +273,6 @@ def _fixed(batch: Any) -> dict[str, Any]:
         or isinstance(leaf, bool | int | float)
         or (isinstance(leaf, str) and not isinstance(path[-1], SequenceKey))
     }
-
-
-def _same(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and bool(value == other)
-
-
-def _kinds(batch: Any) -> list[type]:
-    return [type(leaf) for leaf in _leaves(batch).values()]
 
 
 def _with_numbers_as_tensors(model: nn.Module, batch: Any) -> Any:
@@ -321,6 +322,8 @@ def _value(program: ExportedProgram, spec: InputSpec) -> Tensor:
 
 
 def _call(node: fx.Node, known: Mapping[str, str]) -> Node:
+    """The node of a call. It does not read tensors of which only the type and device matter."""
+
     def converted(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             if argument.name not in known:
@@ -332,13 +335,20 @@ def _call(node: fx.Node, known: Mapping[str, str]) -> Node:
             return torch.device(argument.type)
         return argument
 
-    value = node.meta.get("val")
+    value: Any = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else (value,)
+    operator, arguments, keywords = _operator(node), node.args, node.kwargs
+    if operator in _CREATED:
+        operator, arguments = _CREATED[operator], arguments[1:]
+        keywords = {**keywords, "dtype": value.dtype, "device": value.device}
+    elif operator == "aten.type_as.default":
+        operator, arguments = "aten.to.dtype_layout", arguments[:1]
+        keywords = {"dtype": value.dtype, "device": value.device}
     return Node(
         name=node.name,
-        operator=_operator(node),
-        arguments=tuple(converted(argument) for argument in node.args),
-        keywords={key: converted(argument) for key, argument in node.kwargs.items()},
+        operator=operator,
+        arguments=tuple(converted(argument) for argument in arguments),
+        keywords={key: converted(argument) for key, argument in keywords.items()},
         outputs=tuple(_type(output, node.name) for output in values),
         returns_list=isinstance(value, list | tuple),
     )
@@ -360,13 +370,6 @@ def _type(value: Any, name: str) -> TensorType:
         raise NotExportable(f"{name} has a shape that depends on values, {tuple(value.shape)}")
     dtype = str(value.dtype).removeprefix("torch.")
     return TensorType(tuple(value.shape), dtype, value.dtype.itemsize)
-
-
-def _loss_name(program: ExportedProgram) -> str:
-    outputs = program.graph_signature.user_outputs
-    if len(outputs) != 1:
-        raise NotExportable(f"loss_fn must return one tensor, got {len(outputs)}")
-    return str(outputs[0])
 
 
 def _needed(graph: Graph) -> Graph:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,13 +26,7 @@ class Exported(TorchFunctionMode):
     ranks' means with weights that are known beforehand.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not torch.is_grad_enabled() and not _is_attribute(func):
             args, kwargs = tree_map(_detached, (args, kwargs))
@@ -44,13 +38,7 @@ class Exported(TorchFunctionMode):
 class HooksRefused(TorchFunctionMode):
     """A context in which no tensor gets a hook."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise NotExportable(
                 f"the forward pass calls {func.__name__}() on a tensor, and a graph has no hooks"

@@ -8,114 +8,50 @@ the ranks issue different collectives in the backward pass.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map
 
-from poplar.programmes.graph.graph import GET_ITEM, Reference
-from poplar.programmes.rules.local_call import (
-    EMBEDDING_PART,
-    GROUPED_MM_PART,
-    INDEX_PART,
-    ZEROS,
-    LocalCall,
-    Zeroed,
-)
-
-Registers = list[Any]
-"""Tensors of a rank, by number."""
-_Read = Callable[[Registers], Any]
+from poplar.programmes.graph.graph import GET_ITEM, Node, Reference
+from poplar.programmes.rules.local_call import ZEROS
 
 
-def bound(
-    call: LocalCall, register: Callable[[str], int], device: torch.device
-) -> Callable[[Registers], Any]:
-    """A function of the registers that makes a rank's call.
+def arguments_of(
+    call: Node, value: Callable[[str], Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call and its keywords.
 
     Args:
-        register: the number of the tensor that is read, given the name of its node. Called in the
-            order of the arguments, keywords last.
-        device: of this rank; the call has its type.
+        value: what to pass for a tensor, by the name of its node. Called in the order of the
+            arguments, keywords last.
+        device: of this rank, used instead of a device of its type. On meta, of any type.
     """
-    arguments, reads = _bound_values(dict(enumerate(call.arguments)), register, device)
-    if call.operator == ZEROS:
 
-        def run_zeros(values: Registers) -> Any:
-            made = zeros_of(call, [read(values) for read in reads.values()], device)
-            return made if call.returns_list else made[0]
+    def converted(argument: Any) -> Any:
+        if isinstance(argument, Reference):
+            return value(argument.node)
+        is_own = isinstance(argument, torch.device) and device.type in (argument.type, "meta")
+        return device if is_own else argument
 
-        return run_zeros
-    keywords, keyword_reads = _bound_values(call.keywords, register, device)
-    called, constant = function(call.operator), list(arguments.values())
-    pairs, scale = tuple(reads.items()), call.scale
-
-    def run(values: Registers) -> Any:
-        given = constant.copy()
-        for position, read in pairs:
-            given[position] = read(values)
-        if keyword_reads:
-            named = keywords | {key: read(values) for key, read in keyword_reads.items()}
-            return called(*given, **named)
-        return called(*given, **keywords)
-
-    return run if scale == 1.0 else lambda values: run(values) * scale
+    arguments, keywords = tree_map(converted, (call.arguments, dict(call.keywords)))
+    return arguments, keywords
 
 
-def run_local(call: LocalCall, value: Callable[[str], Any], device: torch.device) -> Any:
-    """The rank's part of a node's output, computed once.
+def run_local(call: Node, value: Callable[[str], Any], device: torch.device) -> Any:
+    """The rank's part of a node's output.
 
     Args:
         value: the rank's part of a node's output by the node's name, in the placement in which
             this call reads it.
-        device: as in `bound`.
+        device: as in `arguments_of`.
     """
-    values: Registers = []
-
-    def register(name: str) -> int:
-        values.append(value(name))
-        return len(values) - 1
-
-    return bound(call, register, device)(values)
-
-
-_Key = TypeVar("_Key")
-
-
-def _bound_values(
-    given: Mapping[_Key, Any], register: Callable[[str], int], device: torch.device
-) -> tuple[dict[_Key, Any], dict[_Key, _Read]]:
-    """Arguments that are the same in every step, and how the others are read."""
-    reads = {key: read for key, value in given.items() if (read := _bound(value, register))}
-    return {key: _on_device(value, device) for key, value in given.items()}, reads
-
-
-def _on_device(argument: Any, device: torch.device) -> Any:
-    """The rank's device, if the argument is a device of its type; on meta, whatever its type."""
-    is_own = isinstance(argument, torch.device) and device.type in (argument.type, "meta")
-    return device if is_own else argument
-
-
-def _bound(argument: Any, register: Callable[[str], int]) -> _Read | None:
-    """How to get an argument from the registers; None if it does not depend on them."""
-    if isinstance(argument, Reference):
-        return operator.itemgetter(register(argument.node))
-    if isinstance(argument, Zeroed):
-        read = operator.itemgetter(register(argument.reference.node))
-        return lambda values: _zeros_like(read(values))
-    if not isinstance(argument, list | tuple):
-        return None
-    elements = [_bound(element, register) for element in argument]
-    if not any(elements):
-        return None
-    both = list(zip(argument, elements, strict=True))
-    return lambda values: [element if read is None else read(values) for element, read in both]
-
-
-def _zeros_like(tensor: Tensor) -> Tensor:
-    return _connected_zeros(tuple(tensor.shape), tensor.dtype, tensor.device, tensor)
+    arguments, keywords = arguments_of(call, value, device)
+    if call.operator == ZEROS:
+        return zeros_of(call, arguments, device)
+    return function(call.operator)(*arguments, **keywords)
 
 
 def function(name: str) -> Callable[..., Any]:
@@ -222,68 +158,69 @@ def copied(target: Tensor, source: Tensor) -> Tensor:
     return source.to(target.dtype).expand_as(target)
 
 
+def scaled(factor: float, name: str, *arguments: Any, **keywords: Any) -> Any:
+    """A factor times the result of the operator `name` of these arguments."""
+    return factor * function(name)(*arguments, **keywords)
+
+
+def with_zeros(position: int, name: str, *arguments: Any, **keywords: Any) -> Any:
+    """The operator `name`, with zeros in the place of the tensor at `position`.
+
+    The gradient of the tensor is zeros.
+    """
+    given = list(arguments)
+    tensor = given[position]
+    given[position] = _connected_zeros(tensor.shape, tensor.dtype, tensor.device, [tensor])
+    return function(name)(*given, **keywords)
+
+
+_PARTS = (embedding_part, index_part, grouped_mm_part, scaled, with_zeros)
 _OWN: dict[str, Callable[..., Any]] = {
     "aten.copy.default": copied,
-    EMBEDDING_PART: embedding_part,
-    INDEX_PART: index_part,
-    GROUPED_MM_PART: grouped_mm_part,
+    **{own.__name__: own for own in _PARTS},
 }
 
 
-def zeros_of(call: LocalCall, inputs: list[Any], device: torch.device) -> list[Tensor]:
-    """The outputs of a call of `ZEROS`."""
-    tensors = [x for value in inputs for x in _several(value)]
+def zeros_of(
+    call: Node,
+    inputs: Any,
+    device: torch.device,
+    passed: Sequence[Sequence[int]] = (),
+) -> Any:
+    """Zeros of the shapes of a call's outputs; a list if it returns one.
+
+    Args:
+        inputs: a pytree with the tensors that the call reads.
+        device: of zeros without inputs.
+        passed: positions of the inputs that autograd reaches from each output; empty: all of them.
+    """
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     device = tensors[0].device if tensors else device
-    passed = call.passed or (tuple(range(len(tensors))),) * len(call.outputs)
-    return [
+    reached = passed or [range(len(tensors))] * len(call.outputs)
+    made = [
         _connected_zeros(
-            kind.shape, getattr(torch, kind.dtype), device, *(tensors[at] for at in positions)
+            kind.shape, getattr(torch, kind.dtype), device, [tensors[at] for at in positions]
         )
-        for kind, positions in zip(call.outputs, passed, strict=True)
+        for kind, positions in zip(call.outputs, reached, strict=True)
     ]
-
-
-def _several(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [value]
+    return made if call.returns_list else made[0]
 
 
 def _connected_zeros(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *inputs: Tensor
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, inputs: Sequence[Tensor]
 ) -> Tensor:
     """Zeros that autograd reaches like a result of the inputs, with gradients of zeros.
 
     Collectives in the backward pass then run on every rank.
     """
-    if not is_differentiable(dtype):
-        return torch.zeros(shape, dtype=dtype, device=device)
-    result: Tensor = _ConnectedZeros.apply(  # type: ignore[no-untyped-call]
-        shape, dtype, device, *inputs
-    )
-    return result
+    zeros = torch.zeros(shape, dtype=dtype, device=device)
+    for x in inputs:
+        if x.requires_grad and is_differentiable(dtype):
+            none = x.unsqueeze(-1)[:0]  # no element, so neither infinity nor NaN
+            zeros += none.abs().sum().to(device, dtype)
+    return zeros
 
 
 def is_differentiable(dtype: torch.dtype) -> bool:
     """Whether tensors can have a gradient."""
     return dtype.is_floating_point or dtype.is_complex
-
-
-class _ConnectedZeros(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        *inputs: Tensor,
-    ) -> Tensor:
-        ctx.inputs = [(x.shape, x.dtype, x.device, is_differentiable(x.dtype)) for x in inputs]
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        zeros = (
-            torch.zeros(shape, dtype=dtype, device=device) if is_differentiable else None
-            for shape, dtype, device, is_differentiable in ctx.inputs
-        )
-        return (None, None, None, *zeros)

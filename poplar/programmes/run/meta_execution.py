@@ -10,7 +10,6 @@ from torch import Tensor
 
 from poplar.programmes.graph.graph import GET_ITEM, LEAVES, Graph, Node, TensorType
 from poplar.programmes.graph.placement import local_shape
-from poplar.programmes.rules.local_call import LocalCall
 from poplar.programmes.rules.registry import (
     COMPUTED_BY_ALL,
     local_call,
@@ -79,9 +78,7 @@ def _outputs(graph: Graph, node: Node, strategy: Strategy) -> tuple[list[str], l
     """The dtypes and shapes that a rank's part of a call returns, and those that its rule says."""
     call = local_call(graph, node, strategy.inputs, strategy.output, _RATIOS, _RANK)
     kinds = {
-        name: kind
-        if placement is None
-        else replace(kind, shape=local_shape(placement, kind.shape, _RATIOS, _RANK))
+        name: replace(kind, shape=local_shape(placement, kind.shape, _RATIOS, _RANK))
         for name, kind, placement in zip(
             node.inputs, graph.types(node), strategy.inputs, strict=True
         )
@@ -94,7 +91,7 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _run(call: LocalCall, value: Callable[[str], Tensor]) -> list[Tensor]:
+def _run(call: Node, value: Callable[[str], Tensor]) -> list[Tensor]:
     results = run_local(call, value, _META)
     return list(results) if isinstance(results, list | tuple) else [results]
 

@@ -64,14 +64,14 @@ def data_parallel(graph: Graph, ratios: Sequence[int]) -> Programme:
 
 def _following(node: Node, pattern: Pattern, placements: Mapping[str, Placement]) -> Strategy:
     """The strategy that takes the inputs as they are, or that of all ranks computing all."""
-    read = {i: placements[name] for i, name in enumerate(node.inputs) if i not in pattern.unread}
-    for index, placement in read.items():
+    read = [placements[name] for name in node.inputs]
+    for index, placement in enumerate(read):
         if isinstance(placement, Sharded):
             strategy = along(pattern, pattern.inputs[index], placement)
             if strategy is not None:
                 return strategy
     by_all, *others = strategies(pattern, lambda axis: ())
-    partial = {index for index, placement in read.items() if placement is PARTIAL}
+    partial = {index for index, placement in enumerate(read) if placement is PARTIAL}
     for other in others:  # linear in some inputs; what else is partial is added up before
         if {i for i, placement in enumerate(other.inputs) if placement is PARTIAL} <= partial:
             return other

@@ -82,15 +82,9 @@ def plan_programme(graph: Graph, cluster: ClusterProfile, plan: Plan) -> Program
 
     Raises:
         DoesNotFit: the plan does not fit the cluster.
-        ValueError: the plan is for another number of ranks, or the graph for another batch.
+        ValueError: the plan is for another number of ranks.
     """
     known = predict(cluster, plan)
-    batch = {n.output.shape[0] for n in graph.batch.values() if n.output.shape}
-    if batch and plan.global_batch not in batch:
-        raise ValueError(
-            f"the graph is of a batch of {max(batch)} samples, but the plan's global batch is "
-            f"{plan.global_batch}; export the loss with a global batch"
-        )
     model = StepModel(cluster, graph, plan)
     best, reason = (
         _fastest(model, plan) if plan.world_size > 1 else (None, "there is only one rank")
@@ -152,7 +146,7 @@ def _fastest(model: StepModel, plan: Plan) -> tuple[_Candidate | None, str]:
             reason = "the search found no programme that is as fast as data parallelism"
             break
         found = fastest_in(space, costs, width=_MAX_STATES // len(space.nodes))
-        programme = found.programme if found else data_parallel(model.graph, ratios)
+        programme = found or data_parallel(model.graph, ratios)
         terms = StepTerms.of(model.graph, programme)
         better = best_ratios(model, terms, ratios)
         if better is None:

@@ -6,6 +6,7 @@ start found nothing that is faster.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
@@ -56,20 +57,13 @@ def _most_samples(model: StepModel, terms: StepTerms, rank: int) -> int:
     """The most samples with which a rank's memory suffices; -1: not even none."""
     total, ranks = model.global_batch, model.cluster.world_size
 
-    def fits(samples: int) -> bool:
+    def lacks_memory(samples: int) -> bool:
         ratios = [total - samples] * ranks
         ratios[rank] = samples * max(1, ranks - 1)
-        needed = model.memory_bytes(terms, tuple(ratios), rank)
-        return needed <= model.memory_limit(rank)
+        return model.memory_bytes(terms, tuple(ratios), rank) > model.memory_limit(rank)
 
-    low, high = -1, min(total, model.cluster.devices[rank].max_batch)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    most = min(total, model.cluster.devices[rank].max_batch)
+    return bisect_left(range(most + 1), True, key=lacks_memory) - 1
 
 
 def _improved(model: StepModel, terms: StepTerms, ratios: tuple[int, ...]) -> tuple[int, ...]:

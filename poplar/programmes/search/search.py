@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from typing import NamedTuple
 
-from poplar.programmes.graph.graph import PARAMETER, Graph, Node
+from poplar.programmes.graph.graph import PARAMETER, Node
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.registry import pattern_of
@@ -32,49 +33,24 @@ _ROUNDING = 1e-9
 """Relative difference of sums in another order."""
 
 
+@dataclass(eq=False, slots=True)
 class TensorState:
     """Where one tensor is while nodes are placed. Equal states are one object (`_Search.state`)."""
 
-    __slots__ = ("copies", "placement", "without_copies")
-
-    def __init__(
-        self,
-        placement: Placement,
-        copies: frozenset[Placement],
-        without_copies: TensorState | None,
-    ) -> None:
-        self.placement = placement
-        """The placement in which the tensor was computed."""
-        self.copies = copies
-        """The placements to which it was moved, and in which a later node may read it. Parts of a
-        replicated tensor cost nothing and are left out."""
-        self.without_copies: TensorState = without_copies or self
+    placement: Placement
+    """The placement in which the tensor was computed."""
+    copies: frozenset[Placement]
+    """The placements to which it was moved, and in which a later node may read it. Parts of a
+    replicated tensor cost nothing and are left out."""
+    without_copies: TensorState | None
+    """None: it has no copies."""
 
 
 State = tuple[TensorState, ...]
 """The tensors that are still needed, in the order of the graph."""
-
-
-class _Reading(dict[TensorState, tuple[TensorState, float]]):
-    """What one node's reading a tensor in a placement does: the tensor's next state, and seconds.
-
-    Computed once for each state that the tensor has before.
-    """
-
-    def __init__(
-        self, search: _Search, name: str, target: Placement | None, later: frozenset[Placement]
-    ) -> None:
-        super().__init__()
-        self._search, self._name, self._target, self._later = search, name, target, later
-
-    def __missing__(self, before: TensorState) -> tuple[TensorState, float]:
-        target, copies, seconds = self._target, before.copies, 0.0
-        if target is not None and target != before.placement and target not in copies:
-            seconds = self._search.move(self._name, before.placement, target)
-            if before.placement is not REPLICATED:
-                copies |= {target}
-        self[before] = self._search.state(before.placement, copies & self._later), seconds
-        return self[before]
+_Reading = Callable[[TensorState], tuple[TensorState, float]]
+"""What one node's reading a tensor in a placement does: from the tensor's state before, the next
+one, and seconds."""
 
 
 class _Choice(NamedTuple):
@@ -112,17 +88,9 @@ class _Visit(NamedTuple):
     strategy: Strategy | None
 
 
-class FoundProgramme(NamedTuple):
-    """The fastest programme."""
-
-    programme: Programme
-    seconds: float
-    """Seconds by the costs of the search."""
-
-
 def fastest_in(
     space: SearchSpace, costs: ClusterCosts, *, width: int | None = None
-) -> FoundProgramme | None:
+) -> Programme | None:
     """The programme of a space with the fewest predicted seconds.
 
     Its loss is partial. If that is not possible, as for the square root of a sum, it is replicated:
@@ -192,8 +160,7 @@ class _Search:
             found.append({name: after.get(name, frozenset()) for name in node.inputs})
             for strategy in self.space.strategies[node.name]:
                 for name, target in zip(node.inputs, strategy.inputs, strict=True):
-                    if target is not None:
-                        after[name] = after.get(name, frozenset()) | {target}
+                    after[name] = after.get(name, frozenset()) | {target}
         return found[::-1]
 
     def _choices(
@@ -211,7 +178,7 @@ class _Search:
             later: the placements in which later nodes may read a tensor.
         """
         pattern, is_trained = pattern_of(self.graph, node), node.name in self.space.trained
-        readings: dict[tuple[str, Placement | None], _Reading] = {}
+        readings: dict[tuple[str, Placement], _Reading] = {}
         for strategy in self.space.strategies[node.name]:
             targets = dict(zip(node.inputs, strategy.inputs, strict=True))
             if any(targets[name] is PARTIAL for name in first):
@@ -219,14 +186,14 @@ class _Search:
             seconds = self.costs.node_seconds(pattern, strategy, trained=is_trained)
             placed = []
             for name in first:
-                leaf, own = self.graph.nodes[name], targets[name] or REPLICATED
+                leaf, own = self.graph.nodes[name], targets[name]
                 if leaf.is_trained:
                     seconds += self.costs.gradient_seconds(leaf.output, own)
                 placed.append(self.state(own if leaf.operator == PARAMETER else REPLICATED))
             read = [key for key in targets.items() if key[0] in live]
             for key in read:
                 if key not in readings:
-                    readings[key] = _Reading(self, *key, later[key[0]])
+                    readings[key] = self._reading(*key, later[key[0]])
             yield _Choice(
                 strategy,
                 seconds,
@@ -234,7 +201,25 @@ class _Search:
                 (*placed, self.state(strategy.output)),
             )
 
-    def run(self, loss: Placement) -> FoundProgramme | None:
+    def _reading(self, name: str, target: Placement, later: frozenset[Placement]) -> _Reading:
+        """Reads a tensor in a placement.
+
+        Args:
+            later: the placements in which later nodes may read it.
+        """
+
+        @cache
+        def read(before: TensorState) -> tuple[TensorState, float]:
+            copies, seconds = before.copies, 0.0
+            if target != before.placement and target not in copies:
+                seconds = self.move(name, before.placement, target)
+                if before.placement is not REPLICATED:
+                    copies |= {target}
+            return self.state(before.placement, copies & later), seconds
+
+        return read
+
+    def run(self, loss: Placement) -> Programme | None:
         """The fastest programme with such a loss; None if there is none."""
         start = tuple(map(self.state, self.space.batch.values()))
         order = count()
@@ -270,7 +255,7 @@ class _Search:
         for choice in step.choices:
             tensors, seconds = [*visit.state, *choice.placed], 0.0
             for slot, reading in choice.readings:
-                tensors[slot], moved = reading[tensors[slot]]
+                tensors[slot], moved = reading(tensors[slot])
                 seconds += moved
             if seconds == math.inf:
                 continue
@@ -294,16 +279,19 @@ class _Search:
                 )
         return self.moves[key]
 
-    def _found(self, visit: _Visit) -> FoundProgramme:
-        strategies: dict[str, Strategy] = {}
+    def _found(self, visit: _Visit) -> Programme:
+        leaves = leaf_placements(self.graph)
+        chosen: dict[str, Strategy] = {}
         step: _Visit | None = visit
         while step is not None and step.strategy is not None:
-            strategies[self.nodes[step.placed - 1].name] = step.strategy
+            node = self.nodes[step.placed - 1]
+            chosen[node.name] = step.strategy
+            # From the last node to the first: a parameter is as its first reader needs it.
+            for source, target in zip(node.inputs, step.strategy.inputs, strict=True):
+                if self.graph.nodes[source].operator == PARAMETER:
+                    leaves[source] = target
             step = step.before
-        chosen = dict(reversed(strategies.items()))
-        leaves = _leaves(self.graph, chosen)
-        programme = composed(self.graph, self.costs.ratios, leaves, chosen)
-        return FoundProgramme(programme, visit.seconds)
+        return composed(self.graph, self.costs.ratios, leaves, dict(reversed(chosen.items())))
 
 
 def _is_dominated(state: State, known: dict[State, list[State]]) -> bool:
@@ -311,19 +299,9 @@ def _is_dominated(state: State, known: dict[State, list[State]]) -> bool:
 
     States come in the order of their seconds.
     """
-    same = known.setdefault(tuple([tensor.without_copies for tensor in state]), [])
+    same = known.setdefault(tuple([tensor.without_copies or tensor for tensor in state]), [])
     for other in same:
         if all(own.copies <= more.copies for own, more in zip(state, other, strict=True)):
             return True
     same.append(state)
     return False
-
-
-def _leaves(graph: Graph, chosen: Mapping[str, Strategy]) -> dict[str, Placement]:
-    """Placements of the leaves: parameters as their first reader needs them."""
-    first: dict[str, Placement] = {}
-    for name, strategy in chosen.items():
-        for source, target in zip(graph.nodes[name].inputs, strategy.inputs, strict=True):
-            if graph.nodes[source].operator == PARAMETER and target is not None:
-                first.setdefault(source, target)
-    return leaf_placements(graph) | first

@@ -22,7 +22,6 @@ from poplar.programmes.rules.pattern import Dims, Pattern
 from poplar.programmes.rules.registry import pattern_of, strategies_of
 from poplar.programmes.rules.strategy import Strategy
 from poplar.programmes.search.composition import batch_placements
-from poplar.programmes.search.step_terms import trained_nodes
 
 _LARGE = 0.005
 """Fraction of the model's parameters from which on their dimensions are cut."""
@@ -43,6 +42,7 @@ class SearchSpace:
     batch: Mapping[str, Placement]
     """Placements of the batch's tensors."""
     trained: frozenset[str]
+    """Nodes that depend on a trained parameter, and so have a backward pass."""
     followers: frozenset[str]
     """Nodes that move no inputs if they can read them where they are."""
 
@@ -56,7 +56,8 @@ class SearchSpace:
         nodes = tuple(n for n in graph.nodes.values() if n.operator not in LEAVES)
         units = axis_units(graph)
         useful = _useful_axes(graph) if restricted else None
-        depends = _depending(graph) if restricted else frozenset(units)
+        given = graph.depending(lambda node: node.operator in (INPUT, PARAMETER))
+        depends = given if restricted else units.keys()
 
         def chosen(node: Node) -> Iterator[Strategy]:
             own = units[node.name]
@@ -73,7 +74,7 @@ class SearchSpace:
             nodes=nodes,
             strategies={node.name: tuple(dict.fromkeys(chosen(node))) for node in nodes},
             batch=batch_placements(graph),
-            trained=trained_nodes(graph),
+            trained=graph.depending(lambda node: node.is_trained),
             followers=frozenset(n.name for n in nodes if restricted and _is_follower(graph, n)),
         )
 
@@ -93,15 +94,6 @@ def _is_light(graph: Graph, node: Node) -> bool:
 def _is_follower(graph: Graph, node: Node) -> bool:
     read = sum(kind.nbytes for kind in graph.types(node))
     return _is_light(graph, node) and sum(kind.nbytes for kind in node.outputs) <= read
-
-
-def _depending(graph: Graph) -> frozenset[str]:
-    """Nodes that depend on the batch or on parameters."""
-    depending: set[str] = set()
-    for name, node in graph.nodes.items():
-        if node.operator in (INPUT, PARAMETER) or depending.intersection(node.inputs):
-            depending.add(name)
-    return frozenset(depending)
 
 
 def _useful_axes(graph: Graph) -> dict[str, frozenset[str]]:

@@ -40,15 +40,6 @@ def parts_of(units: int, ratios: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(size / units for size in part_sizes(units, ratios))
 
 
-def trained_nodes(graph: Graph) -> frozenset[str]:
-    """Nodes that depend on a trained parameter, and so have a backward pass."""
-    trained: set[str] = set()
-    for name, node in graph.nodes.items():
-        if node.is_trained or trained.intersection(node.inputs):
-            trained.add(name)
-    return frozenset(trained)
-
-
 def work_of(pattern: Pattern, *, trained: bool) -> float:
     """Operations of a node, counting the memory traffic of its output; views have none."""
     if not pattern.flops:
@@ -129,7 +120,7 @@ class StepTerms:
     @classmethod
     def of(cls, graph: Graph, programme: Programme) -> StepTerms:
         """The sums of a programme of a graph."""
-        trained = trained_nodes(graph)
+        trained = graph.depending(lambda node: node.is_trained)  # these have a backward pass
         replicated = [
             node.output.numel
             for name, node in graph.nodes.items()
