@@ -39,6 +39,7 @@ class NotExportable(PoplarError):
     """A model's forward pass cannot be planned by tensors. Its plan by batches is not affected."""
 
     def __init__(self, reason: str) -> None:
+        self.reason = reason
         super().__init__(
             f"{reason}. This model can only be trained with a plan without a programme"
         )

@@ -8,20 +8,18 @@ from unittest import mock
 
 import ranks as harness
 import torch
-from chosen_programmes import nearest, programme_of
 from ranks import Pool
 from torch import Tensor, nn
 from torch.nn import functional as F
+from virtual_programme import following
 
 import poplar
-from poplar.comm import Group, connect, connect_control
 from poplar.data import CollateMicroBatches
 from poplar.data.micro_batch_collation import MicroBatches
 from poplar.programmes.graph.placement import Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.run.checked_export import CheckedExport
-from poplar.programmes.run.distributed_job import DistributedJob
-from poplar.programmes.run.programme_training import ProgrammeTraining
+from poplar.programmes.run.distributed_training import DistributedTraining
 from poplar.programmes.search.composition import batch_placements, data_parallel
 
 SAMPLES, WIDTH = 6, 4
@@ -60,7 +58,27 @@ def export(model: nn.Module) -> CheckedExport:
 def programme() -> Programme:
     graph = export(Changing()).exported.graph
     placed = {graph.parameters["up.weight"].name: Sharded(0)}
-    return programme_of(graph, (2, 1), {**batch_placements(graph), **placed}, nearest)
+    return following(graph, (2, 1), {**batch_placements(graph), **placed})
+
+
+def distributed(
+    given: Programme, model: nn.Module, loss_fn: Any = loss_of, example: Any = None
+) -> DistributedTraining:
+    return poplar.distribute(
+        model,
+        loss_fn,
+        global_batch(0) if example is None else example,
+        global_batch=SAMPLES,
+        programme=given,
+        process_group=harness.group(),
+        **OPTIONS,
+    )
+
+
+def own_part(training: DistributedTraining, batch: dict[str, Any]) -> dict[str, Any]:
+    rank = harness.rank()
+    start, samples = training.plan.offset(rank), training.plan.samples(rank)
+    return {k: v if k == "beta" else v[start : start + samples] for k, v in batch.items()}
 
 
 def collated(batch: dict[str, Any]) -> MicroBatches:
@@ -83,25 +101,11 @@ def change(model: Any, step: int) -> None:
 
 def train(given: Programme) -> tuple[list[float], list[Tensor], list[str]]:
     """Losses of steps and of an evaluation; values; errors after other changes."""
-    rank, model = harness.rank(), Changing()
-    group = Group.of(harness.group(), None)
-    job = DistributedJob.of(
-        model,
-        loss_of,
-        global_batch(0),
-        global_batch=SAMPLES,
-        group=group,
-        control=connect_control(group),
-        process_group=harness.group(),
-        **OPTIONS,
-    )
-    comm = connect(group, "auto")
-    training = ProgrammeTraining(job, comm, export(model), given, reason="a test")
+    model = Changing()
+    training = distributed(given, model)
 
     def own(step: int) -> dict[str, Any]:
-        start, samples = training.plan.offset(rank), training.plan.samples(rank)
-        batch = global_batch(step)
-        return {k: v if k == "beta" else v[start : start + samples] for k, v in batch.items()}
+        return own_part(training, global_batch(step))
 
     losses = []
     for step in range(4):
@@ -113,7 +117,7 @@ def train(given: Programme) -> tuple[list[float], list[Tensor], list[str]]:
     assert [module.training for module in model.modules()] == [True, True, False]
     model.down.train()
     with harness.catching() as caught:
-        training.train_step({**own(4), "beta": 1.0 + rank})
+        training.train_step({**own(4), "beta": 1.0 + harness.rank()})
     messages = [failure.message for failure in caught]
     model.eval()
     with harness.catching() as caught:
@@ -160,23 +164,13 @@ def test_steps_read_what_has_changed_or_raise(ranks: Pool) -> None:
 
 def whole_shapes_by_step(given: Programme) -> list[int]:
     """For how many parameters each of six steps makes a tensor of the whole shape."""
-    batch = global_batch(0)
-    training = poplar.distribute(
-        Changing(),
-        loss_of,
-        batch,
-        global_batch=SAMPLES,
-        programme=given,
-        process_group=harness.group(),
-        **OPTIONS,
-    )
-    start, samples = (of(harness.rank()) for of in (training.plan.offset, training.plan.samples))
-    own = {key: batch[key][start : start + samples] for key in ("x", "y")}
+    training = distributed(given, Changing())
+    own = own_part(training, global_batch(0))
     counts = []
     for _ in range(6):
         repeated = mock.Mock(side_effect=training._divided.repeated)
         with mock.patch.object(training._divided, "repeated", repeated):
-            training.train_step({**own, "beta": batch["beta"]})
+            training.train_step(own)
         counts.append(repeated.call_count)
     return counts
 
@@ -190,17 +184,9 @@ def test_only_steps_that_compare_need_memory_for_whole_parameters(ranks: Pool) -
 def train_with_own_counts(given: Programme) -> str:
     """As a `collate_fn` that counts the labels of its own part."""
     example = {**global_batch(0), "beta": torch.tensor(1.0)}
-    training = poplar.distribute(
-        Changing().eval(),
-        loss_of,
-        example,
-        global_batch=SAMPLES,
-        programme=given,
-        process_group=harness.group(),
-        **OPTIONS,
-    )
-    start, samples = (of(harness.rank()) for of in (training.plan.offset, training.plan.samples))
-    own = {key: example[key][start : start + samples] for key in ("x", "y")}
+    training = distributed(given, Changing().eval(), example=example)
+    own = own_part(training, example)
+    samples = training.plan.samples(harness.rank())
     training.train_step({**own, "beta": torch.tensor(2.0)})
     with harness.catching() as caught:
         training.train_step({**own, "beta": torch.tensor(float(samples))})
@@ -231,16 +217,7 @@ def train_on_tensors(given: Programme | None) -> list[float]:
             optimizer.step()
             losses.append(loss.item())
         return losses
-    group = harness.group()
-    training = poplar.distribute(
-        model,
-        loss_of_tensor,
-        batches[0],
-        global_batch=SAMPLES,
-        programme=given,
-        process_group=group,
-        **OPTIONS,
-    )
+    training = distributed(given, model, loss_of_tensor, batches[0])
     parts = [batch if training.plan.samples(harness.rank()) else None for batch in batches]
     return [training.train_step(part).loss for part in parts]
 
@@ -257,15 +234,7 @@ def test_a_rank_without_samples_needs_no_batch(ranks: Pool) -> None:
 
 def train_on_example(given: Programme) -> float:
     """The loss of a step on the example, as in a trial."""
-    training = poplar.distribute(
-        Changing(),
-        loss_of,
-        global_batch(0),
-        global_batch=SAMPLES,
-        programme=given,
-        process_group=harness.group(),
-        **OPTIONS,
-    )
+    training = distributed(given, Changing())
     return training.train_step(training._job.example_part(training.plan)).loss
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,12 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from poplar.data import pytree
-from poplar.programmes.graph.graph import BUFFER, CONSTANT, INPUT, PARAMETER
+from poplar.programmes.graph.graph import BUFFER, INPUT, LEAVES, PARAMETER
 from poplar.programmes.rules.registry import whole_call
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
 from poplar.programmes.run.function_modes import HooksRefused
 from poplar.programmes.run.local_execution import run_local
-from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import NotExportable
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.optimizers.granularity import Granularity
@@ -110,7 +108,7 @@ class CheckedExport:
                     "gradient"
                 )
         batches = [self._samples(range(first, first + self._few)) for first in range(_BATCHES)]
-        with torch.enable_grad(), model_preserved(model, self._device), self._enough_memory():
+        with torch.enable_grad(), model_preserved(model, self._device):
             # What a first forward keeps, such as a mask, would have no values after an export.
             self._eager_loss(batches[0])
             self.exported: ExportedLoss = self._export(range(global_batch))
@@ -147,18 +145,6 @@ class CheckedExport:
         with model_preserved(self.model, self._device):
             self._compare(few, _smallest(self._trained, _MOST_ELEMENTS))
 
-    @contextmanager
-    def _enough_memory(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise NotExportable(
-                f"this rank has too little memory to compare its graph with the model, on "
-                f"{self._few} samples"
-            ) from error
-
     def _export(self, samples: Sequence[int]) -> ExportedLoss:
         batch = self._samples(samples)
         if not pytree.rows_are_samples(batch, len(samples)):
@@ -184,18 +170,16 @@ class CheckedExport:
             eager_loss, eager_probes = float(eager.detach()), _probes(eager, trained)
             del eager
             graph = self._graph_loss(batch)
-        rounding = max(_ROUNDING.get(dtype, 1.0) for dtype in self._dtypes())
+        # Of the values that are computed, also under autocast.
+        nodes = self._exported_few.graph.nodes.values()
+        kinds = {kind.dtype for node in nodes for kind in node.outputs if kind.is_floating}
+        rounding = max(_ROUNDING.get(getattr(torch, dtype), 1.0) for dtype in kinds)
         _compare_losses(float(graph.detach()), eager_loss, rounding)
         _compare_gradients(_probes(graph, trained), eager_probes, rounding)
 
     def _eager_loss(self, batch: Any) -> Tensor:
         with HooksRefused():
             return self._loss_fn(self.model, pytree.copied(batch))
-
-    def _dtypes(self) -> Iterator[torch.dtype]:
-        """The dtypes of the values that are computed, also under autocast."""
-        for node in self._exported_few.graph.nodes.values():
-            yield from (getattr(torch, kind.dtype) for kind in node.outputs if kind.is_floating)
 
     @property
     def fingerprint(self) -> str:
@@ -207,17 +191,16 @@ class CheckedExport:
 
     def _graph_loss(self, batch: Any) -> Tensor:
         exported, model = self._exported_few, self.model
-        inputs = exported.tensors(batch, self._device)
-        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        given: dict[str, Mapping[str, Tensor]] = {
+            PARAMETER: dict(model.named_parameters()),
+            BUFFER: dict(model.named_buffers()),
+            INPUT: exported.tensors(batch, self._device),
+        }
         values: dict[str, Any] = {}
         for name, node in exported.graph.nodes.items():
-            if node.operator == PARAMETER:
-                values[name] = parameters[node.source]
-            elif node.operator == INPUT:
-                values[name] = inputs[node.source]
-            elif node.operator in (BUFFER, CONSTANT):
-                is_known = node.operator == BUFFER and node.source in buffers
-                values[name] = buffers[node.source] if is_known else exported.constants[name]
+            if node.operator in LEAVES:
+                value = given.get(node.operator, {}).get(node.source)
+                values[name] = exported.constants[name] if value is None else value
             else:
                 call = whole_call(exported.graph, node)
                 values[name] = run_local(call, values.__getitem__, self._device)

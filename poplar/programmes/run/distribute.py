@@ -11,16 +11,17 @@ from poplar.comm import Control, connect_control
 from poplar.profiler.progress import show_progress
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
 from poplar.programmes.graph.programme import Programme
+from poplar.programmes.run.checked_export import CheckedExport
 from poplar.programmes.run.distributed_job import DistributedJob
 from poplar.programmes.run.distributed_training import DistributedTraining
 from poplar.programmes.run.exported_graph import ExportedLoss
 from poplar.programmes.run.programme_training import ProgrammeTraining
-from poplar.programmes.run.trials import Candidate, Comparison, compare
+from poplar.programmes.run.trials import Comparison, compare
 from poplar.programmes.search.decision import ProgrammeDecision, plan_programme
 from poplar.programmes.search.explanation import explain_programme
 from poplar.tuning.autotune import Tuned, tune_job
 from poplar.values.communication import EXACT
-from poplar.values.errors import agreed
+from poplar.values.errors import NotExportable, agreed
 from poplar.values.formatting import format_seconds
 from poplar.zero.agreement import exchange_results
 from poplar.zero.collective_calls import new_group
@@ -110,16 +111,19 @@ def _training(job: DistributedJob, programme: Choice) -> DistributedTraining:
     """The training that is fastest, or runs the given programme."""
     given = _given(job, programme)
     if given is not None:
-        exported, _ = job.exported(must=True)
-        assert exported is not None
-        comm = job.connected(exported, planned=None)
-        return ProgrammeTraining(job, comm, exported, given, reason="The programme was given.")
+        checked = job.exported()
+        comm = job.connected(checked, planned=None)
+        return ProgrammeTraining(job, comm, checked, given, reason="The programme was given.")
     with new_group(job.process_group, job.timeout, "distribute()") as group:
         tuned = tune_job(job, group)
     by_plan = partial(DistributedTraining, job, tuned.plan)
     if programme == "never":
         return by_plan(reason="programme='never', so there is no programme.")
-    exported, reason = job.exported(must=False, cast_to=tuned.cast_to)
+    exported: CheckedExport | None = None
+    try:
+        exported = job.exported(tuned.cast_to)
+    except NotExportable as error:
+        reason = f"No programme: {error.reason}."
     if exported is None:
         return by_plan(reason=reason)
     decision = _decide(job.control, exported.exported, tuned)
@@ -133,13 +137,12 @@ def _training(job: DistributedJob, programme: Choice) -> DistributedTraining:
     if not job.verify:
         return by_programme(reason=text)
     seconds = TRIALS_PART * job.seconds
-    candidates = (
-        Candidate("programme", by_programme, decision.step_seconds),
-        Candidate("plan", by_plan, decision.data_parallel_seconds),
-    )
+    expected = decision.step_seconds + decision.data_parallel_seconds
     try:
         with show_progress(job.progress and job.group.rank == 0, seconds) as report:
-            measured = compare(job, *candidates, seconds=seconds, report=report)
+            measured = compare(
+                job, by_programme, by_plan, expected=expected, seconds=seconds, report=report
+            )
         is_faster, reason = _outcome(measured, text)
     except OutOfMemoryInTrial as short:
         is_faster = False
@@ -156,7 +159,8 @@ def _outcome(measured: Comparison, text: str) -> tuple[bool, str]:
             "tokens without weight=, or one that compares samples. The programme was:\n"
             f"{text}"
         )
-    own, other = format_seconds(measured.first_seconds), format_seconds(measured.second_seconds)
+    own = format_seconds(measured.programme_seconds)
+    other = format_seconds(measured.plan_seconds)
     if measured.ratio < 1.0:
         return (
             True,

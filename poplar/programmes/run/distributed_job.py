@@ -18,7 +18,6 @@ from poplar.system.storage import separate_elements
 from poplar.tuning.autotune import TuningJob
 from poplar.values.errors import NotExportable, agreed
 from poplar.values.plan import Plan
-from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.optimizers.granularity import known_granularity
 
 
@@ -47,19 +46,14 @@ class DistributedJob(TuningJob):
         indices = [index % known for index in range(start, start + samples)]
         return pytree.select(self.example, indices or [0])
 
-    def exported(
-        self, *, must: bool, cast_to: torch.dtype | None = None
-    ) -> tuple[CheckedExport | None, str]:
-        """The graph of the loss of a global batch; None on all ranks if one has none. Collective.
-
-        It computes what the model computes.
+    def exported(self, cast_to: torch.dtype | None = None) -> CheckedExport:
+        """The graph of the loss of a global batch, which computes what the model does. Collective.
 
         Args:
-            must: raise instead.
             cast_to: dtype that the plan computes in; None: not known, or that of the parameters.
 
-        Returns:
-            The graph, or why there is none.
+        Raises:
+            NotExportable: on all ranks, if one has no such graph, or the ranks have different ones.
         """
         exported: CheckedExport | None = None
         error: Exception | None = None
@@ -67,20 +61,18 @@ class DistributedJob(TuningJob):
             exported = self._checked_export(cast_to)
         except Exception as caught:  # also of the user's code, which a plan runs in another way
             error = caught
-        known = exported.fingerprint if exported is not None else ""
-        by_rank = self.control.exchange_objects((_described(error), known), what="distribute()")
-        if must:
-            raise_on_any_error(self.control, error, doing="distribute()")
+        graph = "" if exported is None else exported.fingerprint
+        by_rank = self.control.exchange_objects((_described(error), graph), what="distribute()")
         found = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(by_rank) if why), "")
         others = [rank for rank, (_, graph) in enumerate(by_rank) if graph != by_rank[0][1]]
-        if not found and others:
+        if others and not found:
             found = (
                 f"the model has other operators, dtypes or shapes on rank(s) {others} than on rank "
                 "0, as code that depends on the kind of the GPU chooses them"
             )
-            if must:
-                raise agreed(NotExportable(found))
-        return (exported, "") if not found else (None, f"No programme: {found}.")
+        if exported is None or found:
+            raise agreed(NotExportable(found)) from error
+        return exported
 
     def _checked_export(self, cast_to: torch.dtype | None) -> CheckedExport:
         if self.device is not None and torch.device(self.device).type != self.own_device.type:
@@ -114,6 +106,6 @@ class DistributedJob(TuningJob):
 
 
 def _described(error: Exception | None) -> str:
-    if error is None or isinstance(error, NotExportable):
-        return str(error or "")
-    return f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, NotExportable):
+        return error.reason
+    return "" if error is None else f"{type(error).__name__}: {first_line(error)}"

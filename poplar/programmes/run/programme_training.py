@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -34,7 +33,6 @@ from poplar.system.out_of_memory import is_out_of_memory
 from poplar.training.whole_step import take_joint_step
 from poplar.values.errors import NotExportable, equal_on_all_ranks, is_agreed
 from poplar.values.plan import Plan
-from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.micro_batch_loss import PassLoss
 from poplar.zero.steps.step_result import StepResult
 
@@ -84,16 +82,13 @@ class ProgrammeTraining(DistributedTraining):
         self._modules, self._steps = tuple(model.modules()), 0
         self._checked, exported = checked, checked.exported
         with equal_on_all_ranks():
+            plan = sampling_plan(programme, job.global_batch)
             self._execution = Execution(
                 comm, exported.graph, programme, exported.constants, self._device
             )
             self._divided = DividedModel(comm, model, programme, exported.graph)
         read = {node.source for node in exported.graph.nodes.values() if node.operator == BUFFER}
-        self._buffers = [
-            (source, model.get_submodule(source.rpartition(".")[0]))
-            for source, _ in model.named_buffers()
-            if source in read
-        ]
+        self._buffers = read & dict(model.named_buffers()).keys()
         self._compared_modes = self._modes()
         self._name_of = {id(p): name for name, p in self._divided.parameters.items()}
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -101,7 +96,7 @@ class ProgrammeTraining(DistributedTraining):
         try:
             super().__init__(
                 job,
-                sampling_plan(programme, job.global_batch),
+                plan,
                 reason=reason,
                 _local=self._divided.sharded,
                 on_out_of_memory="raise",
@@ -149,9 +144,7 @@ class ProgrammeTraining(DistributedTraining):
             self._compare(batch)
         whole = (path for path, node in exported.graph.batch.items() if not node.output.shape)
         numbers = {path: float(tensors[path]) for path in whole}
-        buffers = {
-            source: getattr(module, source.rpartition(".")[2]) for source, module in self._buffers
-        }
+        buffers = {source: self.model.get_buffer(source) for source in self._buffers}
 
         def compute(errors: list[Exception]) -> Tensor:
             try:
@@ -267,22 +260,25 @@ class ProgrammeTraining(DistributedTraining):
             return {"model": on_host(self.model), "optimizer": optimizer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        divided, control = self._divided, self.optimizer.control
-        run_on_all_ranks(control, lambda: self._check(state["model"]), doing="load_state_dict()")
+        divided, shapes = self._divided, self._divided.shapes
+
+        def empty(name: str) -> Tensor:
+            return torch.empty(shapes[name], device="cpu")
+
+        whole_parameters = self.optimizer.full_parameters(writeback=True)
+        with whole_parameters, torch.no_grad(), divided.with_whole_shapes(empty) as given:
+            self.model.load_state_dict(state["model"])
+            for name, whole in given.items():
+                divided.parameters[name].copy_(divided.own(name, whole))
         states = dict(state["optimizer"]["state"])
         for index, name, _ in self._sharded():
             states[index] = {
                 key: divided.own(name, value).contiguous()
-                if isinstance(value, Tensor) and tuple(value.shape) == divided.shapes[name]
+                if isinstance(value, Tensor) and tuple(value.shape) == shapes[name]
                 else value
                 for key, value in states.get(index, {}).items()
             }
         self.optimizer.load_state_dict({**state["optimizer"], "state": states})
-        with self.optimizer.full_parameters(writeback=True), torch.no_grad():
-            with self._with_shapes("cpu") as given:
-                self.model.load_state_dict(state["model"])
-            for name, whole in given.items():
-                divided.parameters[name].copy_(divided.own(name, whole))
 
     def save_model(self, path: str | Path) -> None:
         engine, control = self.optimizer._training.engine, self.optimizer.control
@@ -314,13 +310,6 @@ class ProgrammeTraining(DistributedTraining):
 
         return made
 
-    def _with_shapes(self, device: str) -> AbstractContextManager[dict[str, nn.Parameter]]:
-        """The model with sharded parameters of whole shapes, without values."""
-        shapes = self._divided.shapes
-        return self._divided.with_whole_shapes(
-            lambda name: torch.empty(shapes[name], device=device)
-        )
-
     def _whole_optimizer_state(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         """The whole state of a sharded parameter, on the CPU. Collective."""
         state, parts = self.optimizer.state[parameter], {}
@@ -333,20 +322,6 @@ class ProgrammeTraining(DistributedTraining):
         by_rank = self.optimizer.control.exchange_objects(mine, what="state_dict()")
         known = next(values for values in by_rank if values is not None)
         return {**known, **{key: self._divided.whole(name, p).cpu() for key, p in parts.items()}}
-
-    def _check(self, model: Mapping[str, Tensor]) -> None:
-        """Raise if a state dict is of another model."""
-        with self._with_shapes("meta"):
-            known = self.model.state_dict()
-        if model.keys() != known.keys():
-            differing = sorted(model.keys() ^ known.keys())
-            raise ValueError(f"the state is of another model: the names {differing} differ")
-        for key, value in known.items():
-            if model[key].shape != value.shape:
-                raise ValueError(
-                    f"{key!r} has the shape {tuple(model[key].shape)} in the state, but here it "
-                    f"has the shape {tuple(value.shape)}; the state is of another model"
-                )
 
 
 class _ProgrammeLoss(PassLoss):

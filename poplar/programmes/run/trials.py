@@ -1,4 +1,4 @@
-"""Times two trainings of one model in turns, as plans are timed, and compares their first steps.
+"""Times a programme and a plan in turns, as plans are timed, and compares their first steps.
 
 The model is unchanged afterwards.
 """
@@ -33,42 +33,41 @@ _ROUNDING, _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-3}, 5e-2
 They are sums over ranks, in another order."""
 
 
-class Candidate(NamedTuple):
-    """A training that may be chosen."""
-
-    name: str
-    build: Callable[..., DistributedTraining]
-    """Makes the training for a reason. Collective."""
-    step_seconds: float
-    """Predicted."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Measured steps of two trainings, the same value on every rank."""
+    """Measured steps of both trainings, the same value on every rank."""
 
-    first_seconds: float
-    """Seconds of a step, the median over turns."""
-    second_seconds: float
+    programme_seconds: float
+    """Seconds of a step by the programme, the median over turns."""
+    plan_seconds: float
     ratio: float
-    """The first one's time over the second one's: the median over turns."""
+    """The programme's time over the plan's, the median over turns."""
     difference: str = ""
     """How the first steps of both differ, which have the same samples and values."""
 
 
+Build = Callable[..., DistributedTraining]
+"""Makes a training for a reason. Collective."""
+
+
 def compare(
-    job: DistributedJob, first: Candidate, second: Candidate, *, seconds: float, report: Report
+    job: DistributedJob,
+    by_programme: Build,
+    by_plan: Build,
+    *,
+    expected: float,
+    seconds: float,
+    report: Report,
 ) -> Comparison:
     """Time steps of both in turns. Collective.
 
     Args:
-        first, second: in the first turn they run in this order.
+        expected: predicted seconds of a step of each, together.
         seconds: time budget; the first turn always runs.
 
     Raises:
-        OutOfMemoryInTrial: a rank ran out of memory in the first one, outside of the backward.
+        OutOfMemoryInTrial: a rank ran out of memory in the programme, outside of the backward.
     """
-    expected = first.step_seconds + second.step_seconds
     steps = min(max(int(seconds / TURNS / expected) - 1, STEPS[0]), STEPS[-1])
     copies = host_copies(job.model)
 
@@ -82,24 +81,24 @@ def compare(
     with model_preserved(job.model, job.own_device):
         for turn in take_turns(TURNS, seconds, from_first_rank):
             taken = {}
-            for candidate in (first, second)[:: -1 if turn % 2 else 1]:
-                report(f"steps of the {candidate.name}")
-                run = partial(_Turn.of, job, candidate, steps)
+            for name in ("programme", "plan")[:: -1 if turn % 2 else 1]:
+                report(f"steps of the {name}")
+                is_plan = name == "plan"
+                run = partial(_Turn.of, job, by_plan if is_plan else by_programme, steps)
+                what = "a trial of the programme"
                 with parameters_preserved(job.model, copies):
-                    taken[candidate.name] = (
-                        run_trial(run, f"a trial of the {first.name}", exchange, job.own_device)
-                        if candidate is first
-                        else run()
+                    taken[name] = (
+                        run() if is_plan else run_trial(run, what, exchange, job.own_device)
                     )
-            one, other = taken[first.name], taken[second.name]
-            difference = difference or one.difference(other, (first.name, second.name))
+            one, other = taken["programme"], taken["plan"]
+            difference = difference or one.difference(other)
             turns.append((one.seconds, other.seconds))
             ratio = turns[-1][0] / turns[-1][1]
             if max(ratio, 1 / ratio) > CLEAR:
                 break
     return Comparison(
-        first_seconds=median(seconds for seconds, _ in turns),
-        second_seconds=median(seconds for _, seconds in turns),
+        programme_seconds=median(seconds for seconds, _ in turns),
+        plan_seconds=median(seconds for _, seconds in turns),
         ratio=median(own / other for own, other in turns),
         difference=difference,
     )
@@ -117,40 +116,36 @@ class _Turn(NamedTuple):
     """Relative differences that the dtype of the computation explains."""
 
     @classmethod
-    def of(cls, job: DistributedJob, candidate: Candidate, steps: int) -> _Turn:
+    def of(cls, job: DistributedJob, build: Build, steps: int) -> _Turn:
         """Run `steps` timed steps after one that is not timed. Collective."""
-        training = candidate.build(reason="")
+        training = build(reason="")
         try:
-            return cls._of(job, training, steps)
+            batch: Any = job.example_part(training.plan)
+            first = training.train_step(batch, max_norm=_MAX_NORM)
+            training._compares = False  # which later steps rarely do
+            synchronize(job.own_device)
+            began = time.perf_counter()
+            for _ in range(steps):
+                training.train_step(batch, max_norm=_MAX_NORM)
+            synchronize(job.own_device)
+            own = (time.perf_counter() - began) / steps
+            loss, norm = float(first.loss), float(first.grad_norm or 0.0)
+            training.release()
         except Exception:
             training._detach()
             raise
-
-    @classmethod
-    def _of(cls, job: DistributedJob, training: DistributedTraining, steps: int) -> _Turn:
-        batch: Any = job.example_part(training.plan)
-        first = training.train_step(batch, max_norm=_MAX_NORM)
-        training._compares = False  # which later steps rarely do
-        synchronize(job.own_device)
-        began = time.perf_counter()
-        for _ in range(steps):
-            training.train_step(batch, max_norm=_MAX_NORM)
-        synchronize(job.own_device)
-        own = (time.perf_counter() - began) / steps
         rounding = max(_ROUNDING.get(p.dtype, _ROUNDED) for p in job.model.parameters())
-        loss, norm = float(first.loss), float(first.grad_norm or 0.0)
-        training.release()
         seconds = max(job.control.exchange_objects(own, what="timing steps"))
         return cls(seconds, loss, norm, rounding)
 
-    def difference(self, other: _Turn, names: tuple[str, str]) -> str:
-        """A sentence, if they are not trainings with the same gradient."""
-        rounding = max(self.rounding, other.rounding)
+    def difference(self, plan: _Turn) -> str:
+        """A sentence, if this programme and the plan are not trainings with the same gradient."""
+        rounding = max(self.rounding, plan.rounding)
         for what in ("loss", "grad_norm"):
-            values = getattr(self, what), getattr(other, what)
+            values = getattr(self, what), getattr(plan, what)
             if not are_close(*values, rounding * max(map(abs, values))):
                 return (
-                    f"the {what} of a first step was {values[0]:.6g} by the {names[0]} and "
-                    f"{values[1]:.6g} by the {names[1]}"
+                    f"the {what} of a first step was {values[0]:.6g} by the programme and "
+                    f"{values[1]:.6g} by the plan"
                 )
         return ""
