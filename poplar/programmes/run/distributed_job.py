@@ -30,11 +30,6 @@ class DistributedJob(TuningJob):
     leave_out: Choice = "never"  # programmes run on all ranks
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The options of `HeteroZeroOptimizer` and of the optimizer class."""
-        return {**self.engine_options, **self.optimizer_options}
-
-    @property
     def own_device(self) -> torch.device:
         """Where this rank trains."""
         return next(self.model.parameters()).device

@@ -36,9 +36,8 @@ class DistributedTraining:
 
     def __init__(self, job: DistributedJob, plan: Plan, *, reason: str, **options: Any) -> None:
         self._job, self.model, self.plan, self.reason = job, job.model, plan, reason
-        self.optimizer = HeteroZeroOptimizer(
-            self.model, job.optimizer_class, plan=plan, **{**job.options, **options}
-        )
+        given = {**job.engine_options, **job.optimizer_options, **options}
+        self.optimizer = HeteroZeroOptimizer(self.model, job.optimizer_class, plan=plan, **given)
 
     def train_step(self, batch: Any, *, max_norm: float | None = None) -> StepResult:
         """One optimizer step on one global batch. Collective.

@@ -50,8 +50,10 @@ _SWITCHES = ("train", "training", "p", "dropout", "dropout_p")
 _IDENTITIES = ("aten.dropout.default", "aten.alias.default")
 """Operators that return their first argument unless they are random."""
 _CREATED = {
-    f"aten.new_{kind}.default": f"aten.{kind}.default"
-    for kind in ("zeros", "ones", "full", "empty")
+    "aten.new_zeros.default": "aten.zeros.default",
+    "aten.new_ones.default": "aten.ones.default",
+    "aten.new_full.default": "aten.full.default",
+    "aten.new_empty.default": "aten.empty.memory_format",
 }
 """Operators that read only the type and device of their first argument, and those that take both
 as keywords."""
