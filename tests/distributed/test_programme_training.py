@@ -304,6 +304,29 @@ def test_all_collectives_of_a_step_are_issued_in_one_order(
         assert any(what.startswith("the reduction of unit") for what in first[1][:gradients])
 
 
+def load_wrong_states(programme: Programme) -> list[str]:
+    training = start("mixture", programme)
+    state = share(training.state_dict())
+    before = [p.detach().clone() for p in training.model.parameters()]
+    name = "blocks.0.mixture.experts.up"
+    wrong = {**state, "model": {**state["model"], name: torch.ones(2, 3)}}
+    missing = {**state, "model": {k: v for k, v in state["model"].items() if k != name}}
+    messages = []
+    for given in (wrong, missing):
+        with harness.catching() as caught:
+            training.load_state_dict(given)
+        messages += [failure.message for failure in caught]
+    assert all(map(torch.equal, before, training.model.parameters()))
+    return messages
+
+
+def test_states_of_other_models_are_refused(ranks: Pool) -> None:
+    programme = experts_divided(exported_loss("mixture"), (2, 1))
+    for wrong, missing in ranks.run(load_wrong_states, programme, ranks=2):
+        assert "'blocks.0.mixture.experts.up' has the shape (2, 3) in the state" in wrong
+        assert "the names ['blocks.0.mixture.experts.up'] differ" in missing
+
+
 def save(programme: Programme, path: Path) -> None:
     training = start("mixture", programme)
     training.save_model(path)

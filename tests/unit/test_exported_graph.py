@@ -260,6 +260,12 @@ def test_dropout_that_keeps_everything_is_exported():
     assert export_loss(model.eval(), loss_fn, torch.randn(3, 4)).graph.output
 
 
+def test_a_slice_of_all_of_a_tensor_is_no_call():
+    model, loss_fn = loss_of(lambda model, x: x[: len(x)] * 2)
+    graph = export_loss(model, loss_fn, torch.ones(4, 3)).graph
+    assert not [node for node in graph.nodes.values() if "slice" in node.operator]
+
+
 def test_losses_with_dimensions_are_refused():
     model, _ = loss_of(lambda model, x: model.linear(x))
     with pytest.raises(NotExportable, match="a float tensor of no dimensions"):

@@ -24,7 +24,7 @@ class Programme(Document):
     """How the ranks compute one forward and backward pass together."""
 
     _noun = "programme"
-    _version = 3
+    _version = 4
     _remedy = "write one with Programme.to_json"
 
     ratios: tuple[int, ...]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -23,6 +24,7 @@ from poplar.programmes.rules.registry import whole_call
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
 from poplar.programmes.run.function_modes import HooksRefused
 from poplar.programmes.run.local_execution import run_local
+from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import NotExportable
 from poplar.zero.micro_batch_loss import LossFunction
 from poplar.zero.optimizers.granularity import Granularity
@@ -108,7 +110,7 @@ class CheckedExport:
                     "gradient"
                 )
         batches = [self._samples(range(first, first + self._few)) for first in range(_BATCHES)]
-        with torch.enable_grad(), model_preserved(model, self._device):
+        with torch.enable_grad(), model_preserved(model, self._device), self._enough_memory():
             # What a first forward keeps, such as a mask, would have no values after an export.
             self._eager_loss(batches[0])
             self.exported: ExportedLoss = self._export(range(global_batch))
@@ -144,6 +146,18 @@ class CheckedExport:
         few = pytree.to(few, self._device)
         with model_preserved(self.model, self._device):
             self._compare(few, _smallest(self._trained, _MOST_ELEMENTS))
+
+    @contextmanager
+    def _enough_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise NotExportable(
+                f"this rank has too little memory to compare its graph with the model, on "
+                f"{self._few} samples"
+            ) from error
 
     def _export(self, samples: Sequence[int]) -> ExportedLoss:
         batch = self._samples(samples)

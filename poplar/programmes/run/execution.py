@@ -79,8 +79,12 @@ class Execution:
                 self._call(node)
         placement = programme.placements[graph.output]
         loss = self._read(graph.output, placement)
-        if placement is REPLICATED:
-            loss = self._calls.call_function(operator.truediv, (loss, programme.world_size))
+        if placement is REPLICATED and self._rank:  # the first rank contributes it
+
+            def none(loss: Tensor) -> Any:
+                return zeros_of(graph.nodes[graph.output], loss, device)
+
+            loss = self._calls.call_function(none, (loss,))
         self._calls.output(loss)
         self._forward = fx.GraphModule(nn.Module(), self._calls).forward
 
@@ -119,6 +123,8 @@ class Execution:
             if not isinstance(error, CollectiveTimeout):
                 self._comm.abort(f"rank {self._rank}: the programme failed: {error!r}")
             raise
+        finally:
+            self._errors = []  # which refer to the tensors of the step
         return loss
 
     def _own(self, name: str, whole: Tensor) -> Tensor:

@@ -224,7 +224,7 @@ def _converted(
                 nodes[leaf.name] = leaf
                 if leaf.operator in (BUFFER, CONSTANT):
                     constants[leaf.name] = _value(program, specs[node.name])
-        elif node.op == "call_function" and _operator(node) in _IDENTITIES:
+        elif node.op == "call_function" and _is_identity(node):
             known[node.name] = known[node.args[0].name]
         elif node.op == "call_function" and _operator(node) not in _CHECKS:
             nodes[node.name] = _call(node, known)
@@ -239,6 +239,13 @@ def _converted(
         )
     graph = with_fitting_rules(_needed(Graph(nodes, loss.name)))
     return graph, {k: v for k, v in constants.items() if k in graph.nodes}
+
+
+def _is_identity(node: fx.Node) -> bool:
+    """Whether a node returns its input: also a slice of all of it."""
+    if _operator(node) == "aten.slice.Tensor":
+        return node.meta["val"].shape == node.args[0].meta["val"].shape  # type: ignore[union-attr,no-any-return]
+    return _operator(node) in _IDENTITIES
 
 
 def _sources(program: ExportedProgram, model: nn.Module, batch: Any) -> dict[str, str]:

@@ -216,7 +216,8 @@ def _connected_zeros(
     zeros = torch.zeros(shape, dtype=dtype, device=device)
     for x in inputs:
         if x.requires_grad and is_differentiable(dtype):
-            none = x.unsqueeze(-1)[:0]  # no element, so neither infinity nor NaN
+            # No element, so neither infinity nor NaN; a view would be kept for the backward.
+            none = x.unsqueeze(-1)[:0].clone()
             zeros += none.abs().sum().to(device, dtype)
     return zeros
 

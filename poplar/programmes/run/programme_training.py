@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,6 +34,7 @@ from poplar.system.out_of_memory import is_out_of_memory
 from poplar.training.whole_step import take_joint_step
 from poplar.values.errors import NotExportable, equal_on_all_ranks, is_agreed
 from poplar.values.plan import Plan
+from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.micro_batch_loss import PassLoss
 from poplar.zero.steps.step_result import StepResult
 
@@ -260,25 +262,22 @@ class ProgrammeTraining(DistributedTraining):
             return {"model": on_host(self.model), "optimizer": optimizer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        divided, shapes = self._divided, self._divided.shapes
-
-        def empty(name: str) -> Tensor:
-            return torch.empty(shapes[name], device="cpu")
-
-        whole_parameters = self.optimizer.full_parameters(writeback=True)
-        with whole_parameters, torch.no_grad(), divided.with_whole_shapes(empty) as given:
-            self.model.load_state_dict(state["model"])
-            for name, whole in given.items():
-                divided.parameters[name].copy_(divided.own(name, whole))
+        divided, control = self._divided, self.optimizer.control
+        run_on_all_ranks(control, lambda: self._check(state["model"]), doing="load_state_dict()")
         states = dict(state["optimizer"]["state"])
         for index, name, _ in self._sharded():
             states[index] = {
                 key: divided.own(name, value).contiguous()
-                if isinstance(value, Tensor) and tuple(value.shape) == shapes[name]
+                if isinstance(value, Tensor) and tuple(value.shape) == divided.shapes[name]
                 else value
                 for key, value in states.get(index, {}).items()
             }
         self.optimizer.load_state_dict({**state["optimizer"], "state": states})
+        with self.optimizer.full_parameters(writeback=True), torch.no_grad():
+            with self._with_shapes("cpu") as given:
+                self.model.load_state_dict(state["model"])
+            for name, whole in given.items():
+                divided.parameters[name].copy_(divided.own(name, whole))
 
     def save_model(self, path: str | Path) -> None:
         engine, control = self.optimizer._training.engine, self.optimizer.control
@@ -310,6 +309,13 @@ class ProgrammeTraining(DistributedTraining):
 
         return made
 
+    def _with_shapes(self, device: str) -> AbstractContextManager[dict[str, nn.Parameter]]:
+        """The model with sharded parameters of whole shapes, without values."""
+        shapes = self._divided.shapes
+        return self._divided.with_whole_shapes(
+            lambda name: torch.empty(shapes[name], device=device)
+        )
+
     def _whole_optimizer_state(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
         """The whole state of a sharded parameter, on the CPU. Collective."""
         state, parts = self.optimizer.state[parameter], {}
@@ -322,6 +328,20 @@ class ProgrammeTraining(DistributedTraining):
         by_rank = self.optimizer.control.exchange_objects(mine, what="state_dict()")
         known = next(values for values in by_rank if values is not None)
         return {**known, **{key: self._divided.whole(name, p).cpu() for key, p in parts.items()}}
+
+    def _check(self, model: Mapping[str, Tensor]) -> None:
+        """Raise if a state dict is of another model."""
+        with self._with_shapes("meta"):
+            known = self.model.state_dict()
+        if model.keys() != known.keys():
+            differing = sorted(model.keys() ^ known.keys())
+            raise ValueError(f"the state is of another model: the names {differing} differ")
+        for key, value in known.items():
+            if model[key].shape != value.shape:
+                raise ValueError(
+                    f"{key!r} has the shape {tuple(model[key].shape)} in the state, but here it "
+                    f"has the shape {tuple(value.shape)}; the state is of another model"
+                )
 
 
 class _ProgrammeLoss(PassLoss):
