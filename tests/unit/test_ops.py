@@ -1,22 +1,34 @@
-"""Every operator: C++ against plain PyTorch bit by bit, and plain PyTorch against numpy loops."""
+"""Every operator: C++ against plain PyTorch bit by bit, and plain PyTorch against numpy loops.
+
+The cases that other implementations share are in `operator_cases.py`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
 import os
-import random
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from fractions import Fraction
-from itertools import chain, cycle, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from operator_cases import (
+    CASES,
+    DTYPES,
+    NORMS,
+    Draw,
+    Implementation,
+    Shards,
+    assert_same_bits,
+    new_sums,
+    totals_of,
+)
 from subset import choose
 from torch import Tensor
 
@@ -25,71 +37,13 @@ from poplar.ops import plain as plain_ops
 from poplar.zero import gradient_norm
 
 ROOT = Path(__file__).resolve().parents[2]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-SPECIAL = [float("inf"), -float("inf"), float("nan"), -0.0, 0.0, 1e-45, -3e-39, 6e-8, 65520.0, 3e38]
 STREAMED = 4 << 20
 """Bytes from which on the C++ kernels use streaming stores."""
 PLAIN = plain_ops.FUNCTIONS
 RULE = ops.AdamWRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3.0)
-ABSENT = torch.empty(0)
-"""Stands for a shard without low-precision values."""
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The bits, with one value for all NaNs: PyTorch's own NaN payloads depend on the CPU."""
-    one_nan = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
-    return one_nan.view(INTEGERS[tensor.dtype])
-
-
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    assert actual.dtype == expected.dtype
-    differ = bits(actual) != bits(expected)
-    assert not differ.any(), (
-        f"{int(differ.sum())} of {differ.numel()} elements differ, the first at "
-        f"{int(differ.flatten().nonzero()[0])}: {actual[differ][0]}, not {expected[differ][0]}"
-    )
-
-
-def assert_same_value(actual: Tensor, expected: Tensor) -> None:
-    """Equal to the last bit; all NaNs are equal."""
-    torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-class Draw:
-    """Tensors drawn from one seed: every magnitude, special values, odd shapes and strides."""
-
-    def __init__(self, seed: int, device: str) -> None:
-        self.random = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.device = device
-
-    def values(self, numel: int, dtype: torch.dtype) -> Tensor:
-        scale = torch.exp2(torch.randint(-30, 16, (numel,), generator=self.generator).float())
-        values = torch.randn(numel, generator=self.generator) * scale
-        for _ in range(min(numel, self.random.randrange(4))):
-            values[self.random.randrange(numel)] = self.random.choice(SPECIAL)
-        return values.to(dtype).to(self.device)
-
-    def tensor(self, dtype: torch.dtype) -> Tensor:
-        shape = self.random.choice(
-            [(), (0,), (1,), (7,), (64,), (65,), (3, 5), (2, 3, 4), (31, 33)]
-        )
-        values = self.values(int(np.prod(shape)), dtype).reshape(shape)
-        strided = [values.transpose(0, -1), values.repeat(2, 1)[::2]] if len(shape) == 2 else []
-        return self.random.choice([values, *strided])
-
-    def tensors(self, count: int) -> tuple[list[Tensor], list[int], int]:
-        """Tensors of any dtype, their offsets in a buffer with gaps, and its size."""
-        tensors = [self.tensor(self.random.choice(DTYPES)) for _ in range(count)]
-        offsets, end = [], 0
-        for tensor in tensors:
-            offsets.append(end + self.random.choice([0, 0, 1, 70]))
-            end = offsets[-1] + tensor.numel()
-        return tensors, offsets, end + self.random.choice([0, 3])
 
 
 def naive_pack(
@@ -105,13 +59,9 @@ def naive_pack(
     return torch.from_numpy(result).to(bucket.dtype)
 
 
-def run_both(name: str, mutated: list[Tensor], call) -> tuple[list[Tensor], list[Tensor]]:
-    """Run the dispatched operator and the plain one on copies of the tensors that they change."""
-    dispatched = [tensor.clone() for tensor in mutated]
-    plain = [tensor.clone() for tensor in mutated]
-    call(getattr(ops, name), dispatched)
-    call(PLAIN[name], plain)
-    return dispatched, plain
+def dispatched(device: str) -> Implementation:
+    """What torch runs on tensors of the device."""
+    return Implementation(torch.ops.poplar, device)
 
 
 def free_bytes(device: str) -> int:
@@ -129,27 +79,17 @@ def test_built_libraries_are_used(device):
         pytest.skip(f"plain PyTorch is compared with itself here: {ops.describe()}")
 
 
-@pytest.mark.parametrize("seed", range(choose(quick=6, full=20)))
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pack_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate, seed):
-    draw = Draw(seed, device)
-    grads, offsets, numel = draw.tensors(draw.random.choice([0, 1, 3, 20]))
-    weight = draw.random.choice([1.0, 1 / 3, 0.0, -2.5, 1e-8])
-    before = draw.values(numel, dtype)
-    (actual,), (expected,) = run_both(
-        "pack_", [before], lambda pack_, out: pack_(out[0], grads, offsets, weight, accumulate)
-    )
-    assert_same_bits(actual, expected)
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_gives_the_bits_of_plain_pytorch(device, case):
+    CASES[case](dispatched(device))
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pack_rounds_the_product_and_the_sum(device, dtype, accumulate, seed):
-    draw = Draw(seed + 100, device)
-    grads, offsets, numel = draw.tensors(6)
+def test_pack_rounds_the_product_and_the_sum(device, dtype, accumulate):
+    draw = Draw(100, device)
+    grads, offsets, numel = draw.tensors(20)
     before = draw.values(numel, dtype)
     actual = before.clone()
     ops.pack_(actual, grads, offsets, 1 / 3, accumulate)
@@ -189,10 +129,7 @@ def test_pack_of_thousands_of_tensors_and_large_buckets(device, accumulate):
     numels = [grad.numel() for grad in grads]
     offsets = [sum(numels[:i]) + i // 2 for i in range(len(numels))]
     before = draw.values(offsets[-1] + numels[-1] + 40_000, torch.float32)
-    (actual,), (expected,) = run_both(
-        "pack_", [before], lambda pack_, out: pack_(out[0], grads, offsets, 0.37, accumulate)
-    )
-    assert_same_bits(actual, expected)
+    dispatched(device).check("pack_", before, grads, offsets, 0.37, accumulate)
 
 
 @pytest.mark.full
@@ -228,33 +165,15 @@ def test_large_pack_gives_the_same_bits(device, dtype, numel):
         assert_same_bits(bucket, expected)
 
 
-@pytest.mark.parametrize("seed", range(choose(quick=6, full=20)))
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rank_sum_gives_the_same_bits_as_plain_pytorch(device, dtype, accumulate, seed):
-    draw = Draw(seed, device)
-    ranks, numel = (
-        draw.random.choice([1, 2, 3, 8, 33]),
-        draw.random.choice([0, 1, 64, 1025, 40_000]),
-    )
-    received = draw.values(ranks * numel, dtype).view(ranks, numel).unbind()
-    before = draw.values(numel, torch.float32)
-    (actual,), (expected,) = run_both(
-        "rank_sum_", [before], lambda sum_, out: sum_(out[0], list(received), accumulate)
-    )
-    assert_same_bits(actual, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shift", [0, 1])
-def test_large_rank_sum_gives_the_same_bits(device, dtype, shift):
+def test_large_rank_sum_gives_the_same_bits(device, dtype, shift, accumulate):
     draw, numel = Draw(3, device), STREAMED // 4 + 77
     received = list(draw.values(3 * numel, dtype).view(3, numel).unbind())
-    whole = torch.zeros(numel + shift, device=device)
-    ops.rank_sum_(whole[shift:], received)
-    expected = torch.empty(numel, device=device)
-    plain_ops.rank_sum_(expected, received)
-    assert_same_bits(whole[shift:], expected)
+    out = draw.values(numel + shift, torch.float32)[shift:]
+    sums = new_sums(numel, device)
+    dispatched(device).check("rank_sum_", out, received, accumulate, sums, written=(0, 3))
 
 
 @pytest.mark.parametrize("numel", [0, 5, _core.CHUNK, 3 * _core.CHUNK + 5])
@@ -288,17 +207,6 @@ def test_copy_writes_exactly_its_target(device, dtype, numel, shift):
     assert torch.equal(target, source)
     assert (around[:shift] == 101).all()
     assert (around[numel + shift :] == 101).all()
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_rank_sum_may_write_to_one_of_its_parts(device, accumulate):
-    draw = Draw(1, device)
-    whole = draw.values(3 * 2050, torch.float32).view(3, 2050)
-    for rank in range(3):
-        parts, expected = whole.clone(), whole[rank].clone()
-        ops.rank_sum_(expected, list(whole.unbind()), accumulate)
-        ops.rank_sum_(parts[rank], list(parts.unbind()), accumulate)
-        assert_same_bits(parts[rank], expected)
 
 
 def test_rank_sum_of_unaligned_parts(device):
@@ -362,13 +270,10 @@ def test_narrowing_rounds_to_nearest_even(device, narrow):
     assert_same_bits(back.cpu(), out.cpu().float())
 
 
-@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 128, 5000, 300_000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_block_sums_give_the_same_bits_as_plain_pytorch(device, dtype, numel):
-    flat = Draw(numel, device).values(numel, dtype)
-    actual = ops.block_sums_of_squares(flat)
-    assert_same_bits(actual, plain_ops.block_sums_of_squares(flat))
-    assert actual.shape == (-(-numel // 64),)
+def test_large_block_sums_give_the_same_bits(device, dtype):
+    flat = Draw(1, device).values(300_000, dtype)
+    dispatched(device).check("block_sums_of_squares", flat, written=())
 
 
 def test_block_sums_use_the_halving_tree_in_any_shard(device):
@@ -385,21 +290,6 @@ def test_block_sums_use_the_halving_tree_in_any_shard(device):
     assert sums.double().sum().item() == pytest.approx(exact, rel=1e-6)
     cut = torch.cat([ops.block_sums_of_squares(flat[:192]), ops.block_sums_of_squares(flat[192:])])
     assert_same_bits(cut, sums)
-
-
-# Block sums of squares computed by the sums over ranks.
-
-
-@pytest.mark.parametrize("numel", [0, 1, 64, 1000, 300_000, STREAMED // 4 + 3])
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rank_sum_computes_block_sums(device, dtype, accumulate, numel):
-    draw = Draw(numel, device)
-    parts = [draw.values(numel, dtype) for _ in range(3)]
-    received = list(torch.stack(parts).unbind())
-    out, sums = draw.values(numel, torch.float32), torch.empty(-(-numel // 64), device=device)
-    ops.rank_sum_(out, received, accumulate, sums)
-    assert_same_bits(sums, plain_ops.block_sums_of_squares(out))
 
 
 def test_rank_sum_chunks_computes_block_sums(device):
@@ -434,8 +324,9 @@ def exact(total: Tensor) -> Fraction:
 def test_exact_sums_are_exact_and_skip_nonfinite_values(device, numel):
     values = Draw(numel, device).values(numel, torch.float32)
     before = torch.arange(ops.EXACT_WORDS, device=device)
-    (total,), (plain,) = run_both("exact_sum_", [before], lambda add_, out: add_(out[0], [values]))
-    assert torch.equal(total, plain)
+    dispatched(device).check("exact_sum_", before, [values])
+    total = before.clone()
+    ops.exact_sum_(total, [values])
     finite = values[values.isfinite()].tolist()
     assert exact(total) - exact(before) == sum(map(Fraction, finite), Fraction(0))
     assert total[-1] - before[-1] == numel - len(finite)
@@ -453,9 +344,8 @@ def test_exact_sums_hold_every_magnitude(device, value):
     assert total[-1] == 0
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_exact_sums_do_not_depend_on_order_or_division(device, seed):
-    values = Draw(seed, device).values(70_000, torch.float32)
+def test_exact_sums_do_not_depend_on_order_or_division(device):
+    values = Draw(0, device).values(70_000, torch.float32)
     whole = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
     ops.exact_sum_(whole, [values])
     parts = values[torch.randperm(70_000).to(device)].split([1, 40_000, 0, 29_999])
@@ -480,25 +370,11 @@ def test_exact_sum_of_more_tensors_than_one_launch_holds(device, count):
     assert torch.equal(total, plain)
 
 
-def totals_of(draw: Draw, rows: int) -> Tensor:
-    """Exact sums of squares as ranks exchange them: one row each, with columns after the words."""
-    totals = torch.zeros(rows, 64, dtype=torch.int64, device=draw.device)
-    totals[:, ops.EXACT_WORDS :] = -1
-    for row in totals:
-        values = torch.ldexp(
-            torch.rand(500, generator=draw.generator),
-            torch.randint(-149, 120, (500,), generator=draw.generator),
-        )
-        plain_ops.exact_sum_(row[: ops.EXACT_WORDS], [values.to(draw.device)])
-    return totals
-
-
 @pytest.mark.parametrize("rows", [0, 1, 2, 7])
 def test_norm_is_the_square_root_of_the_exact_sum(device, rows):
     totals = totals_of(Draw(rows, device), rows)
     norm = ops.exact_norm(totals)
     assert norm.shape == ()
-    assert torch.equal(norm, PLAIN["exact_norm"](totals))
     wanted = sum((exact(row[: ops.EXACT_WORDS]) for row in totals), Fraction(0))
     assert norm.item() == pytest.approx(math.sqrt(wanted), rel=2**-51)
 
@@ -551,130 +427,41 @@ def test_norm_of_no_values_is_zero(device):
     assert gradient_norm._power_sum([empty], 3.0, torch.device(device)) == 0.0
 
 
-NORMS = [0.0, 1e-300, 0.05, 0.1 - 1e-6, 0.1, 1 / 3, 1e30, math.inf, math.nan]
-
-
-@pytest.mark.parametrize("value", NORMS)
 @pytest.mark.parametrize("scale", [None, 1 / 1024, 3.7])
 @pytest.mark.parametrize("max_norm", [0.0, 0.1, math.inf])
-def test_clip_coefficient_matches_torch(device, max_norm, scale, value):
-    norm = torch.tensor([value], dtype=torch.float64, device=device)
+def test_clip_coefficient_matches_torch(device, max_norm, scale):
     factor = None if scale is None else torch.tensor(scale, dtype=torch.float64, device=device)
-    actual = ops.clip_coefficient(norm, max_norm, factor)
-    assert actual.shape == ()
-    assert_same_value(actual, PLAIN["clip_coefficient"](norm, max_norm, factor))
-    gradient = torch.ones(1, dtype=torch.float64)
-    parameter = torch.nn.Parameter(gradient)
-    parameter.grad = gradient.clone()
-    total = torch.tensor(value * (scale or 1.0), dtype=torch.float64)
-    torch.nn.utils.clip_grads_with_norm_(parameter, max_norm, total)
-    torch.testing.assert_close(actual.cpu(), parameter.grad[0], rtol=1e-7, atol=0.0, equal_nan=True)
+    for value in NORMS:
+        norm = torch.tensor([value], dtype=torch.float64, device=device)
+        actual = ops.clip_coefficient(norm, max_norm, factor)
+        assert actual.shape == ()
+        gradient = torch.ones(1, dtype=torch.float64)
+        parameter = torch.nn.Parameter(gradient)
+        parameter.grad = gradient.clone()
+        total = torch.tensor(value * (scale or 1.0), dtype=torch.float64)
+        torch.nn.utils.clip_grads_with_norm_(parameter, max_norm, total)
+        expected = parameter.grad[0]
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-7, atol=0.0, equal_nan=True)
 
 
-def state(draw: Draw, numel: int) -> list[Tensor]:
-    """Values, moments; the second is not negative."""
-    values, mean, square = (draw.values(numel, torch.float32) for _ in range(3))
-    return [values, mean, square.abs()]
-
-
-@dataclass(frozen=True)
-class Shards:
-    """Shards of AdamW with different sizes, rules and low-precision dtypes."""
-
-    tensors: list[list[Tensor]]
-    """Values, gradients, means, square means and low-precision values, by shard."""
-    rules: list[ops.AdamWRule]
-
-    @staticmethod
-    def draw(
-        draw: Draw, sizes: list[int], dtypes: list[torch.dtype | None], shift: int = 0
-    ) -> Shards:
-        """Shards that begin `shift` elements after an aligned address."""
-
-        def shard(numel: int, dtype: torch.dtype | None) -> list[Tensor]:
-            values, mean, square = state(draw, numel + shift)
-            gradient = draw.values(numel + shift, torch.float32)
-            low = ABSENT.to(draw.device)
-            if dtype is not None:
-                low = values.to(dtype)
-                low[::3] = 5.0  # written since the values were rounded
-            return [tensor[shift:] for tensor in (values, gradient, mean, square, low)]
-
-        choose, hundreds = draw.random.choice, draw.random.randrange
-        rules = [
-            ops.AdamWRule(
-                lr=choose([1e-3, 3e-4]),
-                beta1=choose([0.0, 0.3, 0.6, 0.9]),
-                beta2=choose([0.9, 0.999]),
-                eps=choose([1e-8, 1e-5]),
-                weight_decay=choose([0.0, 0.1]),
-                step=float(choose([1, 2, 1000 + hundreds(100)])),
-                maximize=choose([False, True]),
-            )
-            for _ in sizes
-        ]
-        return Shards([shard(*of) for of in zip(sizes, cycle(dtypes), strict=False)], rules)
-
-    def copy(self) -> Shards:
-        """The same values at the same distances from aligned addresses."""
-        return Shards([[moved(tensor) for tensor in shard] for shard in self.tensors], self.rules)
-
-    def arguments(self) -> tuple[list[Tensor], ...]:
-        """Lists by role, in the order of the operator."""
-        return tuple(map(list, zip(*self.tensors, strict=True))) or ([],) * 5
-
-    def flat(self) -> list[Tensor]:
-        """All tensors, one shard after the other."""
-        return list(chain.from_iterable(self.tensors))
-
-    def numbers(self) -> list[float]:
-        """All rules, as the schema has them."""
-        return [float(number) for rule in self.rules for number in rule]
-
-
-def moved(tensor: Tensor) -> Tensor:
-    """A copy at the same distance from the beginning of its memory."""
-    start = tensor.storage_offset()
-    memory = torch.empty(start + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-    return memory[start:].copy_(tensor)
-
-
-def assert_same_step(shards: Shards, scale: Tensor | None, found: Tensor | None) -> None:
-    """The operator on all shards equals plain PyTorch on one after the other."""
-    together, single = shards.copy(), shards.copy()
-    *state, low = together.arguments()
-    rounded = [out if out.numel() else None for out in low]
-    ops.adamw_(*state, rounded, together.rules, scale=scale, found_inf=found)
-    for tensors, rule in zip(single.tensors, single.rules, strict=True):
-        plain_ops.adamw_(*([tensor] for tensor in tensors), list(rule), scale, found)
-    for actual, expected in zip(together.flat(), single.flat(), strict=True):
-        assert_same_bits(actual, expected)
-
-
-@pytest.mark.parametrize("numel", [0, 1, 100, 70_000])
 @pytest.mark.parametrize("rounded", [None, *DTYPES])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_adamw_gives_the_same_bits_as_plain_pytorch(device, numel, rounded, maximize):
-    shards = Shards.draw(Draw(numel, device), [numel], [rounded])
+def test_large_adamw_gives_the_same_bits(device, rounded, maximize):
+    shards = Shards.draw(Draw(1, device), [70_000], [rounded])
     shards.rules[0] = RULE._replace(maximize=maximize)
-    assert_same_step(shards, torch.tensor([0.37], device=device), None)
+    dispatched(device).check_adamw(shards, torch.tensor([0.37], device=device))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_adamw_of_many_shards_equals_one_after_the_other(device, seed):
-    draw = Draw(seed, device)
-    sizes = [draw.random.choice([0, 1, 63, 64, 1024, 1025, 5000]) for _ in range(2 + 9 * seed)]
-    dtypes = [draw.random.choice([None, *DTYPES]) for _ in sizes]
-    scale = draw.random.choice([None, torch.tensor(0.37, device=device)])
-    found = draw.random.choice([None, torch.zeros(1, device=device)])
-    assert_same_step(Shards.draw(draw, sizes, dtypes, shift=seed % 3), scale, found)
-
-
-@pytest.mark.parametrize("sizes", [[70], [0, 3], [1100, 0, 5], [0]])
-@pytest.mark.parametrize("count", [0, 355, 356, 1000])
+@pytest.mark.parametrize("sizes", [[70], [1100, 0, 5], [0]])
+@pytest.mark.parametrize("count", [355, 356, 1000])
 def test_adamw_of_more_shards_than_one_launch_holds(device, count, sizes):
     sizes = [sizes[i % len(sizes)] for i in range(count)]
-    assert_same_step(Shards.draw(Draw(count, device), sizes, [None, torch.float16]), None, None)
+    shards = Shards.draw(Draw(count, device), sizes, [None, torch.float16])
+    dispatched(device).check_adamw(shards)
+
+
+def test_adamw_without_shards(device):
+    ops.adamw_([], [], [], [], [], [])
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.3, 0.6])

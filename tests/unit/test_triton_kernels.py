@@ -18,26 +18,16 @@ from unittest import mock
 
 import pytest
 import torch
+from operator_cases import CASES, Implementation
 from subset import choose, covering_subset
-from test_ops import (
-    DTYPES,
-    NORMS,
-    Draw,
-    Shards,
-    assert_same_bits,
-    assert_same_value,
-    totals_of,
-)
-from torch import Tensor
 
 from poplar import ops
-from poplar.ops import codec, plain, triton_backend
+from poplar.ops import plain, triton_backend
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: its kernels were not run")
 
 NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 CHIPS = [80, 90]
-BF16_ULP = 2**-7
 CPU = torch.device("cpu")
 
 
@@ -57,217 +47,15 @@ def interpreter_works() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def new_sums(numel: int) -> Tensor:
-    return torch.full((-(-numel // 64),), -1.0)
-
-
-def assert_rounded(actual: Tensor, expected: Tensor) -> None:
-    """The same bits; bf16 may differ by one unit, because the interpreter does not round it."""
-    if actual.dtype is torch.bfloat16:
-        torch.testing.assert_close(actual, expected, rtol=BF16_ULP, atol=1e-38, equal_nan=True)
-    else:
-        assert_same_bits(actual, expected)
-
-
-def check_pack(seed: int, dtype: torch.dtype, accumulate: bool) -> None:
+def check(case: str) -> None:
     from poplar import kernels
 
-    draw = Draw(seed, "cpu")
-    grads, offsets, numel = draw.tensors(draw.random.choice([0, 1, 3, 12]))
-    weight = draw.random.choice([1.0, 1 / 3, 0.0, -2.5, 1e-8])
-    before = draw.values(numel, dtype)
-    actual, expected = before.clone(), before.clone()
-    kernels.pack_(actual, grads, offsets, weight, accumulate)
-    plain.pack_(expected, grads, offsets, weight, accumulate)
-    assert_rounded(actual, expected)
+    CASES[case](Implementation(kernels, rounds_bf16=False))
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_pack_scales_and_rounds(interpreted, dtype, accumulate, seed):
-    interpreted(check_pack, seed, dtype, accumulate)
-
-
-def check_long_pack(numel: int) -> None:
-    from poplar import kernels
-
-    draw = Draw(numel, "cpu")
-    grads = [draw.values(numel - 5, torch.float32), draw.values(3, torch.float16)]
-    actual, expected = torch.empty(numel), torch.empty(numel)
-    kernels.pack_(actual, grads, [1, numel - 4], 1 / 3, False)
-    plain.pack_(expected, grads, [1, numel - 4], 1 / 3)
-    assert_same_bits(actual, expected)
-
-
-@pytest.mark.parametrize("numel", [64, 1024, 1025, 4096, 10_000])
-def test_pack_of_a_gradient_over_many_tiles(interpreted, numel):
-    interpreted(check_long_pack, numel)
-
-
-def check_rank_sum(ranks: int, numel: int, dtype: torch.dtype, accumulate: bool) -> None:
-    from poplar import kernels
-
-    draw = Draw(ranks, "cpu")
-    parts = list(draw.values(ranks * (numel + 7), dtype).view(ranks, -1)[:, :numel].unbind())
-    parts[ranks // 2] = parts[ranks // 2].clone()  # a rank's own slice is in other memory
-    before = draw.values(numel, torch.float32)
-    actual, expected = before.clone(), before.clone()
-    sums = new_sums(numel)
-    kernels.rank_sum_(actual, parts, accumulate, sums)
-    plain.rank_sum_(expected, parts, accumulate)
-    assert_same_bits(actual, expected)
-    assert_same_bits(sums, plain.block_sums_of_squares(expected))
-
-
-@pytest.mark.parametrize("numel", [0, 1, 64, 3000])
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rank_sum_adds_in_rank_order(interpreted, dtype, accumulate, ranks, numel):
-    interpreted(check_rank_sum, ranks, numel, dtype, accumulate)
-
-
-def check_encode(seed: int, bits: int) -> None:
-    from poplar import kernels
-
-    draw = Draw(seed, "cpu")
-    tensors, offsets, end = draw.tensors([0, 3, 12][seed])
-    tensors.append(draw.values(2100, DTYPES[seed]))  # a whole tile, and parts of others
-    offsets.append(end)
-    actual = torch.zeros(codec.encoded_bytes(end + 2100, bits), dtype=torch.uint8)
-    expected = torch.ones_like(actual)
-    arguments = tensors, offsets, 1 / 3, bits, 2**33 - 640, seed
-    kernels.encode_(actual, *arguments)
-    plain.encode_(expected, *arguments)
-    assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("bits", [8, 4])
-def test_encode_gives_the_same_codes(interpreted, bits, seed):
-    interpreted(check_encode, seed, bits)
-
-
-def check_decode_sum(numel: int, bits: int, dtype: torch.dtype, accumulate: bool) -> None:
-    from poplar import kernels
-
-    draw = Draw(numel, "cpu")
-    received = [torch.empty(codec.encoded_bytes(numel, bits), dtype=torch.uint8) for _ in range(3)]
-    for rank, codes in enumerate(received):
-        plain.encode_(codes, [draw.values(numel, torch.float32)], [0], 1.0, bits, 0, rank)
-    before = draw.values(numel, dtype)
-    outs = [before.clone() for _ in "ab"]
-    sums = [new_sums(numel) if dtype is torch.float32 else None for _ in "ab"]
-    for provider, out, own in zip((kernels, plain), outs, sums, strict=True):
-        provider.decode_sum_(out, received, bits, accumulate, own)
-    assert_rounded(*outs)
-    if dtype is torch.float32:
-        assert_same_bits(*sums)
-
-
-@pytest.mark.parametrize("numel", [0, 65, 3000])
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_decode_sum_adds_in_rank_order(interpreted, bits, dtype, accumulate, numel):
-    interpreted(check_decode_sum, numel, bits, dtype, accumulate)
-
-
-def check_block_sums(numel: int, dtype: torch.dtype) -> None:
-    from poplar import kernels
-
-    flat = Draw(numel, "cpu").values(numel, dtype)
-    assert_same_bits(kernels.block_sums_of_squares(flat), plain.block_sums_of_squares(flat))
-
-
-@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 2048, 5000])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_block_sums_use_the_fixed_tree(interpreted, dtype, numel):
-    interpreted(check_block_sums, numel, dtype)
-
-
-def check_exact_sum(sizes: list[int]) -> None:
-    from poplar import kernels
-
-    parts = [Draw(numel, "cpu").values(numel, torch.float32) for numel in sizes]
-    actual = torch.arange(plain.EXACT_WORDS)
-    expected = actual.clone()
-    kernels.exact_sum_(actual, parts)
-    plain.exact_sum_(expected, parts)
-    assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("sizes", [[], [0], [1], [64], [4096], [10_000], [0, 5, 4097, 0, 64, 1]])
-def test_exact_sum_matches_plain_pytorch(interpreted, sizes):
-    interpreted(check_exact_sum, sizes)
-
-
-def check_exact_norm(rows: int) -> None:
-    from poplar import kernels
-
-    totals = totals_of(Draw(rows, "cpu"), rows)
-    assert torch.equal(kernels.exact_norm(totals), plain.exact_norm(totals))
-
-
-@pytest.mark.parametrize("rows", [0, 1, 2, 9])
-def test_exact_norm_matches_plain_pytorch(interpreted, rows):
-    interpreted(check_exact_norm, rows)
-
-
-def check_clip_coefficient(value: float, scale: float | None) -> None:
-    from poplar import kernels
-
-    norm = torch.tensor(value, dtype=torch.float64)
-    factor = None if scale is None else torch.tensor(scale, dtype=torch.float64)
-    actual = kernels.clip_coefficient(norm, 0.1, factor)
-    assert_same_value(actual, plain.clip_coefficient(norm, 0.1, factor))
-
-
-@pytest.mark.parametrize("value", NORMS)
-@pytest.mark.parametrize("scale", [None, 1 / 1024])
-def test_clip_coefficient_matches_plain_pytorch(interpreted, value, scale):
-    interpreted(check_clip_coefficient, value, scale)
-
-
-def round_down_to_bf16(shards: Shards) -> None:
-    """Change the values behind bf16 copies to some that the interpreter rounds as chips do.
-
-    The kernel compares the copy with the rounded value, so one unit makes it a written one.
-    """
-    for values, *_, low in shards.tensors:
-        if low.dtype is torch.bfloat16:
-            written = values.to(low.dtype) != low
-            values.view(torch.int32).bitwise_and_(~0x8000)  # the first of the bits cut off
-            low.copy_(torch.where(written, low, values.to(low.dtype)))
-
-
-def check_adamw(sizes: list[int], dtypes: list[Any], shift: int, found: float | None) -> None:
-    from poplar import kernels
-
-    shards = Shards.draw(Draw(sum(sizes), "cpu"), sizes, dtypes, shift)
-    round_down_to_bf16(shards)
-    scale = None if found is None else torch.tensor([0.25])
-    flag = None if found is None else torch.tensor(found)
-    actual, expected = shards.copy(), shards.copy()
-    for own, operators in ((actual, kernels), (expected, plain)):
-        operators.adamw_(*own.arguments(), own.numbers(), scale, flag)
-    for one, other in zip(actual.flat(), expected.flat(), strict=True):
-        assert_rounded(one, other)
-
-
-@pytest.mark.parametrize("numel", [0, 1, 1024, 3001])
-@pytest.mark.parametrize("rounded", [None, *DTYPES])
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("found", [None, 0.0, 1.0])
-def test_adamw_matches_plain_pytorch(interpreted, numel, rounded, shift, found):
-    interpreted(check_adamw, [numel], [rounded], shift, found)
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("sizes", [[], [0, 0], [5, 0, 1024, 2049, 0, 64, 1, 3000]])
-def test_adamw_of_many_shards_matches_plain_pytorch(interpreted, sizes, shift):
-    interpreted(check_adamw, sizes, [torch.float16, None, *DTYPES], shift, 0.0)
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_gives_the_bits_of_plain_pytorch(interpreted, case):
+    interpreted(check, case)
 
 
 class Broken:
