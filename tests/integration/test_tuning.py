@@ -267,23 +267,15 @@ BAD_ARGUMENTS = [
 ]
 
 
-def test_invalid_argument_raises(ranks: Pool):
-    cases = [(options, {}) for options, _ in BAD_ARGUMENTS]
-    assert_all_raise(ranks, cases, [message for _, message in BAD_ARGUMENTS])
-
-
-def test_unknown_argument_raises_with_its_name(ranks: Pool):
-    for failure, *_ in ranks.run(failures_in, [({"polcy": "even"}, {})]):
-        assert failure is not None
-        assert failure.is_a(TypeError), failure
-        assert "'polcy'" in failure.message
-
-
-def test_params_raise(ranks: Pool):
-    for failure, *_ in ranks.run(failures_in, [({"params": [{"params": [], "lr": 1.0}]}, {})]):
-        assert failure is not None
-        assert failure.is_a(TypeError), failure
-        assert "params= is for the optimizer" in failure.message
+def test_unknown_arguments_and_those_of_the_optimizer_raise(ranks: Pool):
+    cases: list[Case] = [({"polcy": "even"}, {}), ({"params": [{"params": [], "lr": 1.0}]}, {})]
+    for failures in ranks.run(failures_in, cases):
+        for failure, message in zip(
+            failures, ("'polcy'", "params= is for the optimizer"), strict=True
+        ):
+            assert failure is not None
+            assert failure.is_a(TypeError), failure
+            assert message in failure.message
 
 
 def test_invalid_argument_on_one_rank_raises_on_all_ranks(ranks: Pool):
@@ -365,46 +357,9 @@ def test_profile_of_another_job_raises(ranks: Pool, measured):
     )
 
 
-def with_less_memory() -> tuple[int, ...]:
-    """The memory in the result, with a rank that has 0.5 GiB now."""
-    usual = devices.memory_available
-    if harness.rank() == 1:
-        devices.memory_available = lambda device, ranks: 1 << 29
-    try:
-        result = tuned(profile=known(), verify=False)
-    finally:
-        devices.memory_available = usual
-    return tuple(device.memory_bytes for device in result.profile.devices)
-
-
-def test_given_profile_has_at_most_the_present_memory(ranks: Pool):
-    for memory in ranks.run(with_less_memory):
-        assert memory[1] == 1 << 29
-        assert max(memory) <= known().devices[0].memory_bytes
-
-
 def test_profile_of_another_world_size_raises(ranks: Pool, measured):
     message = "the profile is of 4 ranks, but there are 2; measure again with profile_cluster"
     assert_all_raise(ranks, [({"profile": measured}, {})], [message], size=2)
-
-
-def searching_fails_on_the_first_rank() -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise ZeroDivisionError("in the search")
-
-    search = autotune.alternatives
-    if harness.rank() == 0:
-        autotune.alternatives = fail
-    try:
-        tuned(profile=known())
-    finally:
-        autotune.alternatives = search
-
-
-def test_failing_search_raises_on_all_ranks(ranks: Pool):
-    for failure in ranks.run_expecting_errors(searching_fails_on_the_first_rank):
-        assert failure.type == "ZeroDivisionError"
-        assert failure.message == "in the search"
 
 
 # Decisions of the tuner

@@ -231,14 +231,13 @@ def test_plans_that_leave_ranks_out_show_speeds_only(stage):
 
 
 @pytest.mark.parametrize("stage", EACH_PASS)
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_synchronization_residual_may_be_negative(stage, sign):
-    true = with_residuals(plain(), stage, synchronization=sign * 0.0016)
-    seen = [observed(true, plan) for plan in two_plans(stage)]
-    found = fitted(plain(), seen)
-    charged = found.network.synchronization_seconds[stage]
-    assert charged == pytest.approx(sign * 0.0016)
-    assert_predicts(found, seen)
+@pytest.mark.parametrize("synchronization", [0.006, -0.0016])
+def test_number_of_passes_separates_synchronization_from_step_residual(stage, synchronization):
+    true = with_residuals(plain(), stage, synchronization=synchronization, step=0.013)
+    found = fitted(plain(), [observed(true, plan) for plan in two_plans(stage)]).network
+    expected = at_stage(stage, synchronization), at_stage(stage, 0.013)
+    assert found.synchronization_seconds == pytest.approx(expected[0], abs=1e-12)
+    assert found.step_seconds == pytest.approx(expected[1], abs=1e-12)
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
@@ -261,14 +260,6 @@ def test_pass_overhead_is_shared_between_stages(slow):
         for plan in two_plans(stage):
             wanted = predict(true[stage], plan).step_seconds
             assert predict(found, plan).step_seconds == pytest.approx(wanted, rel=0.005)
-
-
-@pytest.mark.parametrize("stage", EACH_PASS)
-def test_number_of_passes_separates_synchronization_from_step_residual(stage):
-    true = with_residuals(plain(), stage, synchronization=0.006, step=0.013)
-    found = fitted(plain(), [observed(true, plan) for plan in two_plans(stage)]).network
-    assert found.synchronization_seconds == pytest.approx(at_stage(stage, 0.006), abs=1e-12)
-    assert found.step_seconds == pytest.approx(at_stage(stage, 0.013), abs=1e-12)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -366,11 +357,12 @@ def test_the_stages_that_ran_are_known_and_an_older_profile_stays_one_of_all_sta
     assert refine(plain(), one, asynchronous=False).observed_stages == ()
 
 
-def test_rank_without_samples_keeps_its_pass_overhead():
+def test_rank_without_samples_keeps_its_curve_and_its_pass_overhead():
     before = with_residuals(plain(), 2, passes=(0.01, 0.02, 0.03, 0.04))
     seen = [observed(before, plan) for plan in two_plans(2, (16, 5, 6, 0))]
     for found in (fitted(before, seen), refine(before, seen[1:2], asynchronous=False)):
         assert found.devices[3].pass_overhead_seconds[2] == 0.04
+        assert found.devices[3].points == plain().devices[3].points
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -551,16 +543,6 @@ def test_refined_profile_predicts_its_plan_exactly(
     assert_predicts(refine(before, [seen], asynchronous=False), [seen])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_last_refinement_of_a_stage_is_predicted_exactly(stage):
-    true = with_residuals(plain(), stage, passes=(0.01, 0.0, 0.02, 0.005), step=0.03)
-    first = observed(true, Plan.manual((4, 4, 4, 4), stage=stage))
-    last = observed(true, Plan.manual((16, 2, 3, 5), stage=stage), 2.5)
-    found = refine(plain(), [first], asynchronous=False)
-    assert_predicts(found, [first])
-    assert_predicts(refine(found, [last], asynchronous=False), [last])
-
-
 def test_refine_accepts_a_plan_that_is_predicted_not_to_fit():
     """A point that is measured later may show that the plan needs too much memory."""
     tight = tuple(replace(device, memory_bytes=1000) for device in plain().devices)
@@ -609,12 +591,6 @@ def test_refined_profile_predicts_plans_of_a_stage_on_average(stage):
     found = refine(plain(), seen, asynchronous=False)
     predicted = [predict(found, observation.plan).step_seconds for observation in seen]
     assert sum(predicted) == pytest.approx(sum(o.step_seconds for o in seen), rel=EXACT)
-
-
-def test_rank_without_samples_keeps_its_curve():
-    seen = observed(plain(), Plan.manual((9, 0, 4, 2), stage=0))
-    found = refine(plain(), [seen], asynchronous=False)
-    assert found.devices[1].points == plain().devices[1].points
 
 
 noisy_seconds = st.one_of(

@@ -111,20 +111,6 @@ def test_with_overlap_only_one_unit_is_exposed(stage, seconds):
     assert predict(cluster, a_plan(stage)).step_seconds == pytest.approx(seconds)
 
 
-def test_an_overlap_of_one_half_overlaps_half_of_short_communication():
-    cluster = a_cluster(overlap=0.5, model=FOUR_BUFFERS)
-    seconds = predict(cluster, a_plan(1)).step_seconds
-    assert seconds == pytest.approx(0.6 + (0.06 - 0.0225) + 0.04 + 0.04)
-
-
-def test_overlapped_communication_is_at_most_the_last_backward():
-    cluster = a_cluster(overlap=1.0, backward_fraction=0.1, model=FOUR_BUFFERS)
-    # 0.1 of a last pass of 0.4 s, three quarters of it
-    assert predict(cluster, a_plan(0)).step_seconds == pytest.approx(0.6 + 0.1 - 0.03 + 0.08)
-    waiting = a_plan(0, micro_batches=((2, 4), (1,)), global_batch=7)
-    assert predict(cluster, waiting).step_seconds == pytest.approx(0.6 + 0.1 - 0.03 + 0.08)
-
-
 @given(seed=st.integers(0, 2**32))
 @example(489)  # the last unit, which comes after a resident one, has nothing to train
 @example(589)  # nor has the first one here
@@ -165,29 +151,6 @@ def test_ranks_without_passes_or_without_samples_are_accepted():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_residuals_are_added_to_passes_synchronizations_and_the_step(stage):
-    def only(value):
-        return tuple(value if s == stage else 100.0 for s in STAGES)
-
-    plain = predict(a_cluster(), a_plan(stage)).step_seconds
-    cluster = a_cluster()
-    for rank in range(2):
-        cluster = changed(
-            cluster,
-            rank,
-            pass_overhead_seconds=only(0.01),
-            step_overhead_seconds=only(0.02),
-        )
-    network = dataclasses.replace(
-        cluster.network, synchronization_seconds=only(0.004), step_seconds=only(0.0005)
-    )
-    synchronizations = 2 if stage >= 2 else 1
-    found = predict(dataclasses.replace(cluster, network=network), a_plan(stage))
-    added = 2 * 0.01 + 0.02 + synchronizations * 0.004 + 0.0005
-    assert found.step_seconds == pytest.approx(plain + added)
-
-
-@pytest.mark.parametrize("stage", STAGES)
 def test_negative_residuals_leave_at_least_the_compute(stage):
     cluster = a_cluster()
     network = dataclasses.replace(
@@ -201,38 +164,6 @@ def test_negative_residuals_leave_at_least_the_compute(stage):
     prediction = predict(cluster, a_plan(stage))
     assert prediction.step_seconds == 0.0
     assert prediction.samples_per_second == math.inf
-
-
-def test_the_optimizer_has_a_latency_and_a_part_per_share():
-    cluster = a_cluster()
-    for rank in range(2):
-        cluster = changed(cluster, rank, optimizer_latency_seconds=0.02)
-    prediction = predict(cluster, a_plan(2, shares=(1.0, 0.0)))
-    assert prediction.optimizer_seconds == pytest.approx((0.08, 0.02))
-    prediction = predict(cluster, a_plan(2))
-    assert prediction.optimizer_seconds == pytest.approx((0.05, 0.05))
-
-
-def test_collectives_follow_the_busiest_link():
-    def of(send, receive, shares):
-        network = NetworkProfile(
-            reduce_scatter_seconds=0.6,
-            all_gather_seconds=0.3,
-            send_seconds_per_byte=send,
-            receive_seconds_per_byte=receive,
-        )
-        costs = CollectiveCosts.of(network)
-        return costs.reduce_scatter.seconds(shares), costs.all_gather.seconds(shares)
-
-    even = (1 / 3,) * 3
-    assert of((1, 1, 1), (1, 1, 1), even) == pytest.approx((0.6, 0.3))
-    # Rank 0 receives twice 0.5 instead of twice a third, and sends 0.5 twice in a gather.
-    assert of((1, 1, 1), (1, 1, 1), (0.5, 0.25, 0.25)) == pytest.approx((0.9, 0.45))
-    # A slow sender sends the more in a reduction the less it owns.
-    assert of((9, 1, 1), (1, 1, 1), (0.0, 0.5, 0.5))[0] == pytest.approx(0.9)
-    assert of((9, 1, 1), (1, 1, 1), (0.0, 0.5, 0.5))[1] == pytest.approx(0.3 / 6)
-    assert of((0, 0, 0), (0, 0, 0), (0.5, 0.5, 0.0)) == (0.6, 0.3)
-    assert of((1,), (1,), (1.0,)) == (0.6, 0.3)
 
 
 @given(seed=st.integers(0, 2**32))
@@ -289,39 +220,6 @@ def test_the_peak_is_what_is_alive_at_one_moment_of_a_later_pass(stage, state, a
     assert memory_needed(frozen, plan)[0] == expected * MIB + 12
 
 
-@pytest.mark.parametrize(
-    ("stage", "needed"),
-    [
-        (0, 5 * 12 + 4 * 5 + 5 * (4 + SQUARES / 2)),
-        (1, 5 * 8 + 4 * 5 + 5 * (4 + 0.5 * SQUARES)),
-        (2, 5 * 8 + 4 * 5 * (1 + 2 * 0.5) + 0.5 * 5 * (4 + SQUARES)),
-    ],
-)
-def test_a_single_pass_allocates_sums_when_its_activations_are_freed(stage, needed):
-    def point(batch):
-        return BatchPoint(
-            batch=batch,
-            seconds=1.0,
-            activation_bytes=10 * batch * MIB,
-            unit_bytes=(0, 0, 0, 10 * batch * MIB),
-            bytes_after_unit=(0, 0, 0, 0),
-        )
-
-    cluster = changed(a_cluster(), 0, points=(point(1), point(8)))
-    assert memory_needed(cluster, Plan.manual("2,2", stage=stage))[0] == needed * MIB
-    more = memory_needed(cluster, Plan.manual("4,4", stage=stage, passes=2))[0]
-    assert more > needed * MIB, "the first pass leaves its sums beside the second one's activations"
-
-
-def test_large_units_are_reduced_in_several_buckets():
-    model = ModelProfile(unit_numels=(64 * MIB,))
-    cluster = a_cluster(model=model)
-    # The previous pass's eight buckets, one more, and the unit's gradients.
-    alive = 8 * 32 * (1 + 2 * 0.5) + 32 + 4 * 64
-    expected = 64 * (4 + 8 * 0.5 + (4 + SQUARES) * 0.5) + alive + 40
-    assert memory_needed(cluster, a_plan(2))[0] == expected * MIB
-
-
 def test_a_large_parameter_is_one_bucket():
     model = ModelProfile(unit_numels=(64 * MIB,), merged_buffers=((40 * MIB, 24 * MIB),))
     alive = 4 * 64 * (1 + 2 * 0.5) + 4 * 24 + 4 * 64  # 24 Mi elements are left for a second bucket
@@ -336,34 +234,6 @@ def test_16_bit_gradients_need_packed_buckets(stage):
     state = 5 * (4 + 8 * (1.0 if stage == 0 else own)) + 5 * (4 + own * SQUARES)
     expected = state + 2 * 5 * (1 + 2 * own) + 40
     assert memory_needed(a_cluster(model=model), a_plan(stage))[0] == expected * MIB
-
-
-def test_the_host_keeps_receive_buffers_without_an_own_part():
-    model = dataclasses.replace(a_cluster().model, unit_numels=(8 * MIB, 8 * MIB, 8 * MIB))
-    for keeps, received in (("freed", 2 * 16), ("step", 16), ("kept", 16)):
-        network = dataclasses.replace(a_cluster().network, receive_buffers=keeps)
-        cluster = a_cluster(model=model, network=network)
-        plan = a_plan(0)
-        alive = 24 * (12 + 4 + SQUARES / 2) + 4 * 8  # while the first unit has its backward
-        assert memory_needed(cluster, plan)[0] == (alive + 2 * received + 40) * MIB, keeps
-    with pytest.raises(ValueError, match="freed, step or kept"):
-        dataclasses.replace(network, receive_buffers="always")
-
-
-def test_frozen_parameters_are_sharded_and_unsharded_with_the_trained_ones():
-    model = ModelProfile(
-        unit_numels=(MIB, MIB, MIB, MIB),
-        unit_frozen_bytes=(32 * MIB, 12 * MIB, 20 * MIB, 16 * MIB),
-        resident_units=(0,),
-    )
-    cluster = a_cluster(model=model)
-    gathered = (1 + 8) + (1 + 5) + (1 + 4)
-    flying = 2 * 4 * (1 + 2 * 0.5)
-    gradients = 4 * (1 + 1)  # those of the resident unit wait for the end of the pass
-    expected = 4 * (12 + 4 + SQUARES) * 0.5 + 4 * 20 * 0.5 + 4 * gathered + gradients + flying + 40
-    assert memory_needed(cluster, a_plan(3))[0] == expected * MIB
-    whole = 4 * (12 + 4 + SQUARES / 2) + 4 * 20 + 4 * 4 + 40
-    assert memory_needed(cluster, a_plan(0))[0] == whole * MIB
 
 
 @pytest.mark.parametrize(

@@ -136,14 +136,14 @@ def test_out_of_memory_with_one_sample_raises():
         climbed(Machine(ends_at=1))
 
 
-@pytest.mark.parametrize("ends_at", range(2, 40))
-def test_largest_size_is_close_below_out_of_memory(ends_at):
-    machine = Machine(ends_at=ends_at)
-    sizes = climbed(machine)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] < ends_at
-    assert ends_at - 1 - sizes[-1] <= sizes[-1] * batch_sizes.NEAR_ENOUGH
-    assert len(machine.tried) <= 2 * ends_at.bit_length() + 2
+def test_largest_size_is_close_below_out_of_memory():
+    for ends_at in range(2, 40):
+        machine = Machine(ends_at=ends_at)
+        sizes = climbed(machine)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] < ends_at
+        assert ends_at - 1 - sizes[-1] <= sizes[-1] * batch_sizes.NEAR_ENOUGH
+        assert len(machine.tried) <= 2 * ends_at.bit_length() + 2
 
 
 def test_no_size_above_a_failed_one_is_tried():
@@ -167,10 +167,6 @@ def test_concave_memory_curve_reaches_the_limit():
     sizes = climbed(machine, activation_bytes=5000)
     assert sizes[-1] <= 25
     assert sizes[-1] >= 21
-
-
-def test_constant_memory_reaches_max_batch():
-    assert climbed(Machine(held=lambda size: 77), max_batch=64, activation_bytes=80)[-1] == 64
 
 
 memory_curves = st.builds(
@@ -480,10 +476,6 @@ def test_times_are_above_zero_even_if_the_clock_does_not_advance(monkeypatch):
     assert 0.0 < passes.parts(2).backward_fraction < 1.0
 
 
-def test_backward_fraction_is_between_zero_and_one():
-    assert 0.0 < plain_passes().parts(3).backward_fraction < 1.0
-
-
 @pytest.mark.parametrize(
     ("loss", "kind", "message"),
     [
@@ -548,11 +540,6 @@ def test_taken_samples_are_copies():
 def test_take_refuses_different_batch_dimensions():
     with pytest.raises(ValueError, match=r"\['b'\] has 2 samples .* has 3"):
         pytree.take({"a": torch.zeros(3), "b": torch.zeros(2)}, [0])
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
-def test_take_accepts_any_indices(indices):
-    assert pytree.take({"x": torch.arange(5)}, indices)["x"].tolist() == indices
 
 
 def test_a_batch_norm_without_room_for_one_sample_is_explained():

@@ -180,6 +180,10 @@ def test_optimizer_time_is_linear_in_the_share():
             "the network profile is for 3 ranks, but there are 2 devices",
         ),
         (lambda: dataclasses.replace(a_cluster(), overlap=1.5), "overlap must be from 0 to 1"),
+        (
+            lambda: dataclasses.replace(a_cluster().network, receive_buffers="always"),
+            "freed, step or kept",
+        ),
     ],
 )
 def test_invalid_values_raise(make, complaint):
