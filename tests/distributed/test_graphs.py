@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import graphs
 import pytest
@@ -19,6 +20,7 @@ import poplar
 from poplar import HeteroBatchSampler, HeteroZeroOptimizer, Plan
 from poplar.data import CollateMicroBatches
 from poplar.drift.speed_follower import _row
+from poplar.profiler.cluster_profiler import Profiler
 from poplar.tuning.verification import Verification
 
 GLOBAL_BATCH = 12
@@ -26,26 +28,29 @@ PLAN = Plan.manual("2,3,0,1", stage=2, passes=2, shares=(0.5, 0.2, 0.2, 0.1))
 CACHED = "from the cache"
 
 
-def tuned(samples: list[graphs.Graph], collate: Any, **options: Any) -> Any:
-    small = {"max_batch": 4, "seconds": 0.5, "stage": 2, "progress": False, "lr": 0.1}
-    return poplar.tune(
-        graphs.Network(),
-        graphs.mean_over_graphs,
-        CollateMicroBatches(collate)(samples),
-        global_batch=GLOBAL_BATCH,
-        **{**small, "cache": False, **options},
-    )
+def options(**changes: Any) -> dict[str, Any]:
+    """The arguments of a small job on the ranks of this call."""
+    small = {"max_batch": 4, "seconds": 0.5, "progress": False, "lr": 0.1, "cache": False}
+    return {**small, "process_group": harness.group(), **changes}
 
 
 def tune_and_train() -> list[float]:
     """The losses of three steps with objects as batches."""
     data: Any = graphs.dataset(3 * GLOBAL_BATCH)
-    plan = tuned(data[:4], graphs.as_object).plan
-    optimizer = HeteroZeroOptimizer(graphs.Network(), torch.optim.SGD, plan=plan, lr=0.1)
+    plan = poplar.autotune(
+        graphs.Network(),
+        graphs.mean_over_graphs,
+        CollateMicroBatches(graphs.as_object)(data[:4]),
+        **options(global_batch=GLOBAL_BATCH, stage=2, leave_out="never"),
+    )
+    optimizer = HeteroZeroOptimizer(
+        graphs.Network(), torch.optim.SGD, plan=plan, lr=0.1, process_group=harness.group()
+    )
+    rank = harness.rank()
     loader = DataLoader(
         data,
-        batch_sampler=HeteroBatchSampler(len(data), plan),
-        collate_fn=CollateMicroBatches(graphs.as_object, plan),
+        batch_sampler=HeteroBatchSampler(len(data), plan, rank=rank),
+        collate_fn=CollateMicroBatches(graphs.as_object, plan, rank),
     )
     return [
         float(optimizer.train_step(graphs.mean_over_graphs, batch.to("cpu")).loss)
@@ -68,17 +73,24 @@ def train_in_one_process() -> list[float]:
 
 def test_a_model_that_writes_to_its_batch_is_tuned_and_trains(ranks: Pool) -> None:
     expected = train_in_one_process()
-    for losses in ranks.run(tune_and_train):
+    for losses in ranks.run(tune_and_train, ranks=2):
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
 
 
 def where_from(folder: str, nodes: int, collate: Any) -> tuple[str, list[str]]:
     """Whether the profile was measured, and the warnings about the cache."""
-    with warnings.catch_warnings(record=True) as caught:
+    example = CollateMicroBatches(collate)(graphs.dataset(4, nodes))
+    measure = Profiler.measure_devices
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch.object(Profiler, "measure_devices", autospec=True, side_effect=measure) as made,
+    ):
         warnings.simplefilter("always")
-        found = tuned(graphs.dataset(4, nodes), collate, cache=folder)
+        poplar.profile_cluster(
+            graphs.Network(), graphs.mean_over_graphs, example, **options(cache=folder, stages=(2,))
+        )
     told = [str(each.message) for each in caught if "cache" in str(each.message)]
-    return "measured" if found.observations else CACHED, told
+    return "measured" if made.called else CACHED, told
 
 
 class Unpicklable(graphs.Graphs):
@@ -95,29 +107,34 @@ def unpicklable(samples: list[graphs.Graph]) -> graphs.Graphs:
 
 def test_larger_graphs_are_profiled_again(ranks: Pool, tmp_path: Path) -> None:
     asked = [(4, graphs.as_object), (4, graphs.as_object), (16, graphs.as_object)]
-    answers = [ranks.run(where_from, str(tmp_path), *each)[0] for each in asked]
+    answers = [ranks.run(where_from, str(tmp_path), *each, ranks=2)[0] for each in asked]
     assert answers == [("measured", []), (CACHED, []), ("measured", [])]
 
 
 def test_graphs_of_unknown_size_are_not_cached(ranks: Pool, tmp_path: Path) -> None:
-    first, *others = ranks.run(where_from, str(tmp_path), 4, unpicklable)
+    first, *others = ranks.run(where_from, str(tmp_path), 4, unpicklable, ranks=2)
     assert first[0] == "measured"
     assert "cannot be pickled" in first[1][0]
-    assert [told for _, told in others] == [[]] * 3
+    assert [told for _, told in others] == [[]]
     assert not list(tmp_path.rglob("*.json"))
 
 
-def tuned_with_lengths() -> list[str]:
+def profiled_with_lengths() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        tuned(graphs.dataset(4), graphs.as_attributes, lengths=[1.0, 2.0])
+        poplar.profile_cluster(
+            graphs.Network(),
+            graphs.mean_over_graphs,
+            CollateMicroBatches(graphs.as_attributes)(graphs.dataset(4)),
+            **options(lengths=[1.0, 2.0], stages=(2,)),
+        )
     return [str(each.message) for each in caught if "lengths=" in str(each.message)]
 
 
 def test_lengths_do_not_cut_graphs_and_one_rank_says_so(ranks: Pool) -> None:
-    first, *others = ranks.run(tuned_with_lengths)
+    first, *others = ranks.run(profiled_with_lengths, ranks=2)
     assert "only HeteroBatchSampler(lengths=...) uses lengths" in first[0]
-    assert others == [[]] * 3
+    assert others == [[]]
 
 
 def verified(collate: Any, nodes: int, other_on: int | None = None) -> Verification:
