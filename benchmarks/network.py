@@ -81,14 +81,6 @@ class Hosts:
         """The address of the host's interface."""
         return f"10.77.0.{host + 1}"
 
-    def sent_bytes(self, host: int) -> int:
-        """Bytes that the host has sent to other hosts since the network was created."""
-        shown = run("ip", "netns", "exec", self.names[host], "cat", f"{_STATISTICS}/tx_bytes")
-        return int(shown)
-
-
-_STATISTICS = f"/sys/class/net/{INTERFACE}/statistics"
-
 
 class EmulatedNetwork(AbstractContextManager[Hosts]):
     """Hosts and their links to a switch, for the duration of the `with` block."""

@@ -21,8 +21,6 @@ from torch import Tensor
 from training import STAGES, Run
 
 from poplar import HeteroZeroOptimizer, Plan, RankFailed, load_checkpoint, save_checkpoint
-from poplar.comm import Encoded
-from poplar.comm.shard_layout import Layout
 from poplar.elastic import MemoryCheckpoints
 from poplar.values.communication import Communication
 from poplar.values.errors import ReplicasDiffer
@@ -108,33 +106,6 @@ def test_warmup_steps_are_exact(ranks: Pool, stage: int) -> None:
         assert all(equal) is is_equal
 
 
-def change_precision(run: Run, precisions: Sequence[str]) -> list[dict[str, Tensor]]:
-    """The parameters after each step, of which each has another precision."""
-    model, optimizer = training.prepare(run)
-    found = []
-    for step, precision in enumerate(precisions):
-        optimizer.apply_plan(
-            replace(run.plan, communication=Communication.of(precision, run.plan.stage))
-        )
-        training.take_step(run, model, optimizer, step)
-        found.append(training.whole_parameters(model, optimizer))
-    return found
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_plan_changes_the_precision_between_steps(ranks: Pool, stage: int) -> None:
-    run = run_of(stage, "exact")
-    exact, changed = (
-        ranks.run(change_precision, run, precisions, ranks=3)[0]
-        for precisions in (("exact",) * 3, ("exact", "int8", "exact"))
-    )
-    equal = [
-        all(torch.equal(one[name], other[name]) for name in one)
-        for one, other in zip(exact, changed, strict=True)
-    ]
-    assert equal == [True, False, False]
-
-
 def differences(run: Run, settling: int) -> list[tuple[Tensor, Tensor]]:
     """The owned masters and all ranks' values, after each of some steps without a gradient."""
     model, optimizer = training.prepare(run)
@@ -163,27 +134,6 @@ def test_the_next_update_corrects_the_error_of_the_last_one(
     for found in ranks.run(differences, run_of(stage, precision), 6, ranks=3):
         errors = [float((master - sent).norm()) for master, sent in found]
         assert errors[0] == 0.0 or errors[-1] < 0.01 * errors[0]
-
-
-def values_to_compute_with(run: Run) -> Tensor:
-    """The parameters after three steps, as the next forward would read them."""
-    model, optimizer = training.prepare(run)
-    for step in range(3):
-        training.take_step(run, model, optimizer, step)
-    return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_all_ranks_compute_with_the_same_parameters(
-    ranks: Pool, stage: int, dtype: torch.dtype
-) -> None:
-    exact, sent = (
-        ranks.run(values_to_compute_with, run_of(stage, each, compute_dtype=dtype), ranks=3)
-        for each in ("exact", "int4")
-    )
-    assert all(torch.equal(values, sent[0]) for values in sent)
-    assert 0 < (sent[0] - exact[0]).abs().max() < 0.02
 
 
 def steps_under_changing_plans(run: Run, plans: Sequence[Plan], steps: int = 3) -> Tensor:
@@ -456,33 +406,6 @@ def test_a_saved_model_has_the_exact_values(ranks: Pool, stage: int, tmp_path: P
         assert not any(found)
 
 
-def load_state_dicts(run: Run) -> list[bool]:
-    """Whether masters survive the state dicts of model and optimizer."""
-    model, optimizer = training.prepare(run)
-    for step in range(3):
-        training.take_step(run, model, optimizer, step)
-    masters = [flat.master.clone() for flat in optimizer._training.engine.trained]
-    saved = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict()], saved)
-    training.take_step(run, model, optimizer, 0)
-    saved.seek(0)
-    of_model, of_optimizer = torch.load(saved, weights_only=False)
-    model.load_state_dict(of_model)
-    optimizer.load_state_dict(of_optimizer)
-    found = []
-    for flat, master in zip(optimizer._training.engine.trained, masters, strict=True):
-        parts = [flat.owned_part(position) for position in range(len(flat.parameters))]
-        found += [torch.equal(flat.master[p], master[p]) for p in parts if p is not None]
-    return found
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_state_dicts_keep_the_exact_values(ranks: Pool, stage: int, dtype: torch.dtype) -> None:
-    for kept in ranks.run(load_state_dicts, run_of(stage, "int4", compute_dtype=dtype), ranks=3):
-        assert all(kept)
-
-
 def load_state_dicts_elsewhere(run: Run, other: Run) -> tuple[Any, Any]:
     """The fp32 values that `run` has saved, and those of `other` once it has loaded them."""
     found = []
@@ -573,13 +496,6 @@ def step_with_clipping(optimizer: HeteroZeroOptimizer) -> None:
 def test_a_nan_on_one_rank_is_noticed(ranks: Pool, stage: int, precision: str) -> None:
     for message in ranks.run(train_with_nan, run_of(stage, precision), 0, ranks=3):
         assert "finite" in message
-
-
-def test_bytes_on_the_wire() -> None:
-    layout = Layout.from_shares(64 * 1000, (0.5, 0.3, 0.2))
-    for bits, of_bf16 in ((8, 0.52), (4, 0.27)):
-        sent = Encoded(bits=bits).wire_layout(layout)
-        assert sent.numel <= of_bf16 * 2 * layout.numel
 
 
 def build_with(precision: Any, own: Any) -> str:

@@ -50,7 +50,7 @@ class FakeProcessGroup:
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     """The group as its ranks see it, in one process."""
-    monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 3.0)
+    monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(failure_reports, "_WATCH_SECONDS", 0.01)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
@@ -62,6 +62,12 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
         group.__dict__["rank"] = rank  # a cached property
         made.append(group)
     return made
+
+
+@pytest.fixture
+def grace(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time for threads to report, where several wait."""
+    monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 3.0)
 
 
 def wait_until(condition: Callable[[], Any]) -> bool:
@@ -100,6 +106,7 @@ def test_an_event_that_is_reached_ends_the_wait(groups: list[Group]) -> None:
     assert aborts(group) == 0
 
 
+@pytest.mark.usefixtures("grace")
 def test_at_the_deadline_the_error_names_the_ranks_that_do_not_wait(groups: list[Group]) -> None:
     caught: list[str] = []
 
@@ -161,6 +168,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
     return events
 
 
+@pytest.mark.usefixtures("grace")
 def test_a_collective_that_the_device_does_not_finish_is_aborted_while_the_host_is_blocked(
     groups: list[Group],
 ) -> None:
@@ -176,6 +184,7 @@ def test_a_collective_that_the_device_does_not_finish_is_aborted_while_the_host_
     assert len(works) == 2
 
 
+@pytest.mark.usefixtures("grace")
 def test_a_wait_of_a_stream_that_does_not_end_is_aborted_while_the_host_is_blocked(
     groups: list[Group], stream: list[FakeEvent]
 ) -> None:
@@ -219,11 +228,8 @@ def test_collectives_that_are_over_or_abandoned_are_not_late(
     assert kept.wait() == 0.0
 
 
-def test_the_first_collective_that_cannot_be_issued_says_what_it_needs(
-    groups: list[Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_collective_that_cannot_be_issued_says_what_it_needs(groups: list[Group]) -> None:
     """NCCL refuses two ranks on one device, which is that of a program without `set_device`."""
-    monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 0.1)
 
     def refuse() -> Any:
         raise RuntimeError("NCCL error: invalid usage\nDuplicate GPU detected")

@@ -20,7 +20,7 @@ SIZE = 4
 
 @pytest.fixture(autouse=True)
 def a_short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(failure_reports, "GRACE_SECONDS", 1.0)
     monkeypatch.setattr(failure_reports, "_WATCH_SECONDS", 0.01)
 
 
@@ -160,7 +160,7 @@ def test_a_store_that_does_not_answer_delays_no_error(monkeypatch: pytest.Monkey
     ranks, cause = reports_of(store)[1].diagnose([0], "no answer", "a sum")
     store.over.set()
     assert ranks == [0]
-    assert "no answer in 2.3 s" in cause
+    assert "no answer in 1.3 s" in cause
 
 
 def wait_until(condition: Any) -> bool:
