@@ -311,13 +311,9 @@ def test_state_that_differs_between_ranks_is_noticed(ranks: Pool, number: int) -
             if name in TRAINED or (number == 3 and "teacher" in name):
                 expected = "full_parameters(writeback=True)"
             assert expected in error, (name, error)
-
-
-def test_no_advice_is_given_that_does_not_help_with_trained_parameters(ranks: Pool) -> None:
-    for errors in ranks.run(all_steps, "writes", 0, {}, ranks=2):
-        for error in (errors[name] for name in TRAINED):
-            assert "eval()" not in error
-            assert "allow_forward_state" not in error
+            if name in TRAINED:  # what does not help is no advice
+                assert "eval()" not in error
+                assert "allow_forward_state" not in error
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

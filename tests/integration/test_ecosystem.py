@@ -123,42 +123,8 @@ def test_default_process_group_is_the_world(ranks: Pool) -> None:
         assert_close(parameters, reference.train(RECIPE).parameters)
 
 
-def train_in_plain_loop(run: Run) -> dict[str, Tensor]:
-    """The standard PyTorch training loop."""
-    model, optimizer = training.prepare(run)
-    for step in range(len(run.recipe.batches)):
-        loss = training.loss_of(run.recipe)(model, training.batch_of(run, step))
-        loss.backward()
-        if run.recipe.max_norm is not None:
-            optimizer.clip_grad_norm_(run.recipe.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return training.whole_parameters(model, optimizer)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_plain_loop_averages_over_ranks(ranks: Pool, stage: int) -> None:
-    recipe = replace(RECIPE, max_norm=0.1)
-    plan = Plan.manual("3,3,3,3", stage=stage, shares=UNEVEN)
-    for parameters in ranks.run(train_in_plain_loop, Run(recipe, plan)):
-        assert_close(parameters, reference.train(recipe).parameters)
-
-
-def accumulate_without_sync(run: Run) -> dict[str, Tensor]:
-    """Two backwards per step, the first in `no_sync`."""
-    model, optimizer = training.prepare(run)
-    loss = training.loss_of(run.recipe)
-    for step in range(0, len(run.recipe.batches), 2):
-        with optimizer.no_sync():
-            loss(model, training.batch_of(run, step)).backward()
-        loss(model, training.batch_of(run, step + 1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return training.whole_parameters(model, optimizer)
-
-
 def accumulate_with_sync_switched_off(run: Run) -> dict[str, Tensor]:
-    """The same with `set_requires_gradient_sync`."""
+    """Two backwards per step."""
     model, optimizer = training.prepare(run)
     loss = training.loss_of(run.recipe)
     for step in range(len(run.recipe.batches)):
@@ -182,14 +148,11 @@ def accumulate_alone(recipe: Recipe) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("accumulate", [accumulate_without_sync, accumulate_with_sync_switched_off])
 @pytest.mark.parametrize("stage", STAGES)
-def test_backward_without_gradient_sync_accumulates(
-    ranks: Pool, stage: int, accumulate: Callable[[Run], dict[str, Tensor]]
-) -> None:
+def test_backward_without_gradient_sync_accumulates(ranks: Pool, stage: int) -> None:
     recipe = Recipe(batches=(12,) * 4, optimizer="SGD", options=(("lr", 0.1), ("momentum", 0.9)))
-    plan = Plan.manual("3,3,3,3", stage=stage, shares=UNEVEN)
-    for parameters in ranks.run(accumulate, Run(recipe, plan)):
+    run = Run(recipe, Plan.manual("3,3,3,3", stage=stage, shares=UNEVEN))
+    for parameters in ranks.run(accumulate_with_sync_switched_off, run):
         assert_close(parameters, accumulate_alone(recipe))
 
 

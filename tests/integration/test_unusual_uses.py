@@ -185,28 +185,6 @@ def test_frozen_parameters_and_buffers_come_from_rank_0(ranks: Pool, stage: int)
         assert buffers["blocks.0.count"] == 0
 
 
-def build_twice(run: Run) -> tuple[Failure | None, Parameters, Parameters]:
-    """Build with a parameter in two groups, which fails; then correctly."""
-    model = models.build(run.recipe.spec).to(harness.device())
-    groups = [{"params": list(model.parameters())}, {"params": [model.head.weight]}]
-    with harness.catching() as caught:
-        optimizer_of(model, run, params=groups)
-    left = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-    optimizer = optimizer_of(model, run)
-    for step in range(len(run.recipe.batches)):
-        training.take_step(run, model, optimizer, step)
-    return (caught or [None])[0], left, training.whole_parameters(model, optimizer)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_failed_constructor_leaves_the_model_unchanged(ranks: Pool, stage: int) -> None:
-    answers = ranks.run(build_twice, Run(RECIPE, uneven(stage)))
-    assert_raised([failure for failure, _, _ in answers], kind=ValueError)
-    for _, left, trained in answers:
-        assert_same(left, dict(models.build(RECIPE.spec).named_parameters()))
-        assert_close(trained, reference.train(RECIPE).parameters)
-
-
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -564,23 +542,6 @@ def test_training_without_memory_cache(ranks: Pool, stage: int) -> None:
     assert_exact(ranks.run(train_without_a_cache, run), run.recipe)
 
 
-def step_with_replaced_gradients(run: Run) -> tuple[Parameters, Parameters]:
-    model, optimizer = training.prepare(run)
-    before = training.whole_parameters(model, optimizer)
-    for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
-        models.mean_over_samples(model, micro_batch).backward()
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    return before, training.whole_parameters(model, optimizer)
-
-
-def test_stage_0_replaced_gradient_is_applied(ranks: Pool) -> None:
-    recipe = replace(RECIPE, optimizer="SGD", options=(("lr", 0.5),))
-    for before, after in ranks.run(step_with_replaced_gradients, Run(recipe, uneven(0))):
-        assert_close(after, {name: value - 0.5 for name, value in before.items()})
-
-
 def clip_replaced_gradients(run: Run) -> tuple[float, float, float, float]:
     """The norm of gradients of 3 and none, as clipping, `full_gradients` and `.grad` have it after
     clipping to 0.5, and of the update.
@@ -630,56 +591,9 @@ def test_stage_0_replaced_gradients_are_checked(ranks: Pool) -> None:
 # The plain loop
 
 
-def fail_in_backward(run: Run, model: nn.Module) -> None:
-    def fail(_gradient: Tensor) -> None:
-        raise ZeroDivisionError
-
-    def watch(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        output.register_hook(fail)
-
-    handle = model.blocks[1].register_forward_hook(watch)
-    try:
-        models.mean_over_samples(model, training.batch_of(run, 1)).backward()
-    except ZeroDivisionError:
-        pass
-    finally:
-        handle.remove()
-
-
-def skip_the_backward(run: Run, model: nn.Module) -> None:
-    models.mean_over_samples(model, training.batch_of(run, 1))
-
-
 def call_a_block(run: Run, model: nn.Module) -> None:
     with torch.no_grad():
         model.blocks[0](torch.ones(2, models.LENGTH, models.WIDTH, device=harness.device()))
-
-
-def continue_after(run: Run, what: Callable[[Run, nn.Module], None]) -> Parameters:
-    model, optimizer = training.prepare(run)
-    for step in range(len(run.recipe.batches)):
-        what(run, model)
-        optimizer.zero_grad()
-        models.mean_over_samples(model, training.batch_of(run, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return training.whole_parameters(model, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("what", "stage"),
-    [
-        *((fail_in_backward, stage) for stage in (0, 2, 3)),
-        (skip_the_backward, 0),
-        (skip_the_backward, 3),
-        (call_a_block, 3),
-    ],
-)
-def test_zero_grad_drops_an_unfinished_step(
-    ranks: Pool, what: Callable[[Run, nn.Module], None], stage: int
-) -> None:
-    for parameters in ranks.run(continue_after, Run(RECIPE, one_pass_each(stage)), what):
-        assert_close(parameters, reference.train(RECIPE).parameters)
 
 
 def call_block_between_backwards(run: Run) -> Parameters:

@@ -38,14 +38,6 @@ def ragged(seed: int, samples: int = 6) -> dict[str, Tensor]:
     return {"input_ids": inputs, "labels": labels}
 
 
-def mean_of_sample_means(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over samples of each one's mean over tokens: a mean over samples."""
-    single = [
-        {key: value[i : i + 1] for key, value in batch.items()} for i in range(len(batch["labels"]))
-    ]
-    return torch.stack([training.loss_fn(model, one) for one in single]).mean()
-
-
 @pytest.mark.parametrize(
     ("name", "expression"),
     [
@@ -71,22 +63,6 @@ def test_labels_with_another_name_are_named():
     assert "weight=poplar.tokens(shift=False, labels=1) here" in found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_means_over_samples_never_warn(dtype):
-    for seed in SEEDS:
-        model = training.build("tagger").to(dtype)
-        assert wrong_weight(mean_of_sample_means, model, ragged(seed)) is None
-
-
-def test_means_over_samples_under_autocast_never_warn():
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return mean_of_sample_means(model, batch)
-
-    for seed in SEEDS:
-        assert wrong_weight(loss_fn, training.build("tagger"), ragged(seed)) is None
-
-
 def images(seed: int, samples: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randn(samples, 3, 8, 8, generator=generator)
@@ -109,27 +85,10 @@ def cross_entropy(model: nn.Module, batch: dict[str, Tensor], reduction: str = "
     return nn.functional.cross_entropy(model(batch["pixels"]), batch["labels"], reduction=reduction)
 
 
-@pytest.mark.parametrize("samples", [1, 2, 3, 7, 32])
+@pytest.mark.parametrize("samples", [1, 3, 32])
 def test_classifiers_with_dropout_never_warn(samples):
     for seed in SEEDS:
         assert wrong_weight(cross_entropy, classifier(), images(seed, samples)) is None
-
-
-def test_losses_of_any_sign_never_warn():
-    """Their sum may be close to 0, where relative errors mean nothing."""
-
-    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return model(batch["pixels"]).mean()
-
-    for seed in SEEDS:
-        assert wrong_weight(loss_fn, classifier(), images(seed, 8)) is None
-
-
-def test_sums_are_told_from_means():
-    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return cross_entropy(model, batch, "sum")
-
-    assert "pass loss='sum'" in wrong_weight(loss_fn, classifier(), images(0, 6))
 
 
 def test_a_given_weight_is_compared_with_the_loss():
@@ -450,12 +409,13 @@ def test_losses_that_are_no_means_warn(name):
 
 @pytest.mark.every_combination
 @pytest.mark.parametrize("name", means())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_losses_that_are_means_never_warn(name, dtype):
-    if name == "CTC" and dtype is not torch.float32:
-        return  # torch has none of 16 bits
-    for seed in range(MODELS if dtype is torch.float32 else 2):
-        assert warnings_of(means()[name], seed, dtype) == [None, None]
+def test_losses_that_are_means_never_warn(name):
+    for seed in range(MODELS):
+        assert warnings_of(means()[name], seed, torch.float32) == [None, None]
+    for dtype in (torch.bfloat16, torch.float16):
+        if name != "CTC":  # torch has none of 16 bits
+            for seed in range(2):
+                assert warnings_of(means()[name], seed, dtype) == [None, None]
 
 
 class WithTargets(Head):
