@@ -117,7 +117,6 @@ def on_hosts(seed: int) -> tuple[random.Random, StageCosts]:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(deadline=None, max_examples=200)
 def test_no_shares_are_faster_than_those_of_the_linear_program(seed: int) -> None:
     draw, costs = on_hosts(seed)
     ranks = costs.cluster.world_size

@@ -148,16 +148,6 @@ def test_links_within_hosts_carry_exact_values_if_they_are_known_apart() -> None
     assert found[1][0][0].constant == pytest.approx(ratio * between[0][0].constant)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", COMPRESSED)
-def test_in_shared_memory_nothing_is_faster(stage: int, precision: str) -> None:
-    profile = cluster(3, transport="shared_memory")
-    exact = StageCosts(profile, stage).communication((1 / 3,) * 3)
-    found = StageCosts(compressed(profile, precision), stage).communication((1 / 3,) * 3)
-    assert found.reduce >= exact.reduce
-    assert found.gather >= exact.gather
-
-
 def test_without_measured_rates_the_measured_seconds_are_scaled() -> None:
     profile = cluster(2, latency=0.0, known=False)
     nothing = replace(
@@ -168,12 +158,6 @@ def test_without_measured_rates_the_measured_seconds_are_scaled() -> None:
         exact, _ = collectives(profile, 1, shares)
         found, _ = collectives(compressed(profile, "int4"), 1, shares)
         assert found == pytest.approx(exact * encoded_bytes("int4") / 4.0)
-
-
-def test_one_rank_encodes_nothing() -> None:
-    profile, plan = cluster(1), Plan.even(1, 8, 8, 2)
-    int8 = replace(plan, communication=Communication(gradients="int8"))
-    assert predict(profile, int8).step_seconds == predict(profile, plan).step_seconds
 
 
 def random_case(seed: int, stage: int) -> tuple[ClusterProfile, str]:
@@ -269,17 +253,6 @@ def test_hosts_add_in_fp32_whatever_is_sent_between_them() -> None:
     plan = Plan.manual([8] * 4, stage=2)
     encoded = replace(plan, communication=Communication(gradients="int4"))
     assert memory_needed(profile, encoded) == memory_needed(profile, plan)
-
-
-def test_a_plan_may_fit_only_with_codec() -> None:
-    profile, plan = cluster(2), Plan.manual([8] * 2, stage=2)
-    encoded = replace(plan, communication=Communication(gradients="int8"))
-    least = max(memory_needed(profile, encoded))
-    device = replace(profile.devices[0], memory_bytes=int(least / 0.95) + 1)
-    small = replace(profile, devices=(device,) * 2)
-    predict(small, encoded)
-    with pytest.raises(DoesNotFit):
-        predict(small, plan)
 
 
 # The choice

@@ -115,7 +115,6 @@ def test_with_overlap_only_one_unit_is_exposed(stage, seconds):
 @example(489)  # the last unit, which comes after a resident one, has nothing to train
 @example(589)  # nor has the first one here
 @example(2235)
-@settings(max_examples=60, deadline=None)
 def test_persistent_units_cost_the_same_as_in_the_oracle(seed):
     draw = random.Random(seed)
     cluster = planning_oracle.random_cluster(draw, draw.choice((1, 2, 3)), 3)
@@ -279,7 +278,6 @@ def test_plans_for_other_ranks_or_with_unit_settings_raise():
 
 
 @given(seed=st.integers(0, 2**32), stage=st.sampled_from(STAGES))
-@settings(max_examples=200, deadline=None)
 def test_communication_is_at_most_the_step(seed, stage):
     draw = random.Random(seed)
     cluster = planning_oracle.random_cluster(draw, draw.choice((1, 2, 3)), stage)

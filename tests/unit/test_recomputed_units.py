@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import random
-import re
 
 import planning_oracle
 import pytest
@@ -19,7 +18,6 @@ from test_search import seconds_of, some_shares
 
 from poplar.planner import saved_memory
 from poplar.planner.calibration import refine
-from poplar.planner.explain import explain
 from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import fits, memory_needed, predict
 from poplar.planner.recomputed_curves import saved_part
@@ -171,24 +169,6 @@ def test_a_plan_that_fits_only_without_recomputation_is_found(stage):
     plan = search(cluster_of(tight, tight, model=MODEL), **request)
     assert plan == never
     assert counts(plan) == [0, 0]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_suggested_memory_is_the_least_with_or_without_recomputation(stage):
-    known = with_recomputation(activations_shrink(device(memory=MB, sample_bytes=4 * MB)), part=1.0)
-    cluster = cluster_of(known, known, model=MODEL)
-    with pytest.raises(NoPlanFits) as caught:
-        search(cluster, global_batch=2, stages=(stage,))
-    suggestion = next(one for one in caught.value.suggestions if one.startswith("memory"))
-    mebibytes = round(float(re.search(r"\+([\d.]+) MiB", suggestion)[1]))
-
-    def with_added(added: int) -> ClusterProfile:
-        larger = dataclasses.replace(known, memory_bytes=known.memory_bytes + added * 2**20)
-        return cluster_of(larger, larger, model=MODEL)
-
-    assert search(with_added(mebibytes), global_batch=2, stages=(stage,))
-    with pytest.raises(NoPlanFits):
-        search(with_added(mebibytes - 1), global_batch=2, stages=(stage,))
 
 
 def fully_recomputing(one: DeviceProfile) -> DeviceProfile:
@@ -407,15 +387,6 @@ def test_a_profile_without_recomputed_passes_is_refused():
     plain = device(memory=4000 * MB)
     with pytest.raises(ValueError, match=r"rank 1 .* the profile has no passes with recomputation"):
         predict(cluster_of(plain, plain, model=MODEL), recomputing_plan())
-
-
-def test_an_explanation_knows_recomputation():
-    tight = with_recomputation(device(memory=STATE + 40 * MB, latency=0.3, sample_bytes=4 * MB))
-    cluster = cluster_of(tight, tight, model=MODEL)
-    plan = search(cluster, global_batch=64, stages=(1,))
-    explanation = explain(cluster, plan, stages=(1,))
-    assert explanation.faster_plan == 0.0
-    assert explanation.over_even > 0.15
 
 
 # Values

@@ -271,7 +271,6 @@ def test_invalid_arguments_raise(changes, message):
 
 seeds = st.integers(0, 2**32)
 stages = st.sampled_from(STAGES)
-few = settings(max_examples=60, deadline=None)
 
 
 def drawn(seed, stage, ranks=(1, 2, 3)):
@@ -280,7 +279,6 @@ def drawn(seed, stage, ranks=(1, 2, 3)):
 
 
 @given(seed=seeds, stage=stages, global_batch=st.integers(1, 40))
-@few
 def test_search_is_deterministic(seed, stage, global_batch):
     _, cluster = drawn(seed, stage)
     first = best_found(cluster, global_batch=global_batch, stages=(stage,))
@@ -296,7 +294,6 @@ def within_gap(faster, slower):
 
 
 @given(seed=seeds, stage=stages, global_batch=st.integers(1, 24))
-@few
 def test_the_order_of_ranks_does_not_change_the_step_time(seed, stage, global_batch):
     draw, cluster = drawn(seed, stage, ranks=(2, 3, 4))
     order = list(range(cluster.world_size))

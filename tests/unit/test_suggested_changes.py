@@ -12,7 +12,7 @@ import planning_oracle
 import pytest
 from all_ranks import search
 from clusters import cluster_of, device
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from poplar.planner import suggested_changes, what_if
@@ -43,14 +43,6 @@ def test_a_higher_stage_that_fits_is_suggested():
     cluster = cluster_of(small, small)
     suggestion = suggestions(cluster, stages=(0,))[0]
     assert search(cluster, global_batch=4, stages=(int(suggestion.removeprefix("stage ")),))
-
-
-def test_a_lower_stage_is_suggested_if_no_higher_one_fits():
-    cluster = cluster_of(device(memory=room_for(1, stage=0)))
-    suggestion = suggestions(cluster, stages=(3,))[0]
-    stage = int(suggestion.removeprefix("stage "))
-    assert stage < 3
-    assert search(cluster, global_batch=4, stages=(stage,)).stage == stage
 
 
 def test_only_what_the_caller_can_search_for_is_suggested():
@@ -102,12 +94,6 @@ def test_memory_is_suggested_for_the_group_that_needs_the_least_in_total():
     assert suggestion.endswith(" MiB each at stage 0")
 
 
-def test_many_equal_ranks_get_one_suggestion():
-    many = suggestions(cluster_of(*[device(memory=10 * MB)] * 40), stages=(0,))
-    (suggestion,) = [one for one in many if "memory" in one]
-    assert suggestion.startswith("memory of ranks 0-39 +")
-
-
 def test_leaving_out_ranks_that_are_too_small_is_suggested():
     cluster = cluster_of(device(), device(memory=10 * MB), device(), device(memory=10 * MB))
     found = suggestions(cluster, stages=(0, 1))
@@ -143,7 +129,6 @@ def test_checkpointing_is_suggested_only_if_activations_are_too_large():
 
 
 @given(seed=st.integers(0, 2**32), stage=st.sampled_from(planning_oracle.STAGES))
-@settings(max_examples=40, deadline=None)
 def test_the_memory_in_the_suggestion_is_enough(seed, stage):
     """Random clusters; the amounts are parsed from the text of the suggestion."""
     draw = random.Random(seed)
@@ -195,15 +180,6 @@ def test_suggestions_are_computed_when_they_are_read(monkeypatch):
     assert str(caught.value).endswith("what would fit: a larger machine")
     assert str(caught.value)
     assert len(computed) == 1
-
-
-def test_the_error_survives_pickling():
-    with pytest.raises(NoPlanFits) as caught:
-        search(cluster_of(device(memory=10 * MB)), global_batch=4, policy="even")
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert str(again) == str(caught.value)
-    assert again.suggestions == caught.value.suggestions
-    assert again.shortfalls == caught.value.shortfalls
 
 
 @pytest.mark.parametrize("ranks", [3, 40])
