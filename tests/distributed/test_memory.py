@@ -11,7 +11,6 @@ import gc
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from unittest import mock
 
 import models
 import pytest
@@ -21,14 +20,10 @@ import training
 from models import ModelSpec
 from ranks import Pool
 from reference import Recipe
-from subset import choose
 from torch import Tensor
 from training import STAGES, Run
 
-import poplar
 from poplar import Plan
-from poplar.system.storage import with_own_storage
-from poplar.zero import unit as units
 from poplar.zero.checks.placeholder_gradient import PlaceholderGradient
 from poplar.zero.held_memory import HeldMemory
 
@@ -81,16 +76,6 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
         total += max(0, end - max(begin, last))
         last = max(last, end)
     return total
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_memory_of_a_buffer_and_of_its_parts_counts_once(order: int) -> None:
-    flat = torch.zeros(100)
-    parts = [with_own_storage(flat[begin : begin + 25]) for begin in (0, 25, 50)]
-    freed, other = torch.zeros(10), torch.zeros(5)
-    freed.untyped_storage().resize_(0)
-    counted = bytes_of([flat, *parts, flat[7:], freed, other][::order])
-    assert (counted, bytes_of(parts[::order])) == (4 * (100 + 5), 4 * 75)
 
 
 def count_bytes(run: Run) -> Counted:
@@ -273,137 +258,3 @@ def test_shared_memory_of_other_shares_is_returned(ranks: Pool) -> None:
         if all(least[rank] <= usual[rank] + 2 * unit for rank in range(2)):
             return
     pytest.fail(f"{changed}, without the first plan {fresh}")
-
-
-def peak_of_unsharded_units(run: Run) -> tuple[int, int]:
-    """Peak bytes at a block's forward or backward, above what is held between steps."""
-    model, optimizer = training.prepare(run)
-    training.take_step(run, model, optimizer, 0)
-    between = live_bytes()
-    most = 0
-
-    def measure(*_: object) -> None:
-        nonlocal most
-        most = max(most, live_bytes() - between)
-
-    handles = [model.blocks[-1].register_forward_hook(measure)]
-    handles += [model.blocks[i].register_full_backward_hook(measure) for i in (0, 1, 2, 4)]
-    training.take_step(run, model, optimizer, 1)
-    for handle in handles:
-        handle.remove()
-    return most, harness.rank()
-
-
-def test_stage_3_never_unshards_the_whole_model(ranks: Pool) -> None:
-    """Two unsharded units and one unit's gradients and buckets, of nine units."""
-    spec = large(torch.float32)
-    model = models.build(spec)
-    elements = sum(p.numel() for p in model.parameters())
-    unit = 4 * sum(p.numel() for p in model.blocks[0].parameters())
-    plan = Plan(stage=3, global_batch=4, micro_batches=BATCHES, shares=SHARES)
-    run = Run(Recipe(spec=spec, batches=(4, 4)), plan)
-    for most, rank in ranks.run(peak_of_unsharded_units, run):
-        # unsharded: 2 units and the small root; gradients: 1; packed and received: 2 of (1 + 4 p)
-        bound = (2 + 0.1 + 1 + 2 * (1 + 4 * SHARES[rank])) * unit
-        bound += 4 * elements * SHARES[rank]  # the accumulator may be allocated in a step
-        assert most <= bound, f"rank {rank}: {most / unit:.1f} units, bound {bound / unit:.1f}"
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Bytes on one rank."""
-
-    needed: float
-    """Predicted by the planner from a profile."""
-    most: int
-    """Peak at any block's forward or backward, and before the update."""
-
-
-def compare_with_the_plan(
-    recipe: Recipe, engine: dict[str, object], stages: Sequence[int]
-) -> list[Planned]:
-    """Compare at some stages, with a small batch, so that activations are negligible.
-
-    The profile measures the steps of one stage only; memory is predicted at all stages from the
-    passes and the parameters.
-    """
-    torch.manual_seed(0)
-    rank, found = harness.rank(), []
-    with mock.patch.object(units, "MAX_FLAT_BYTES", units.MAX_FLAT_BYTES // SCALE):
-        profile = poplar.profile_cluster(
-            models.build(recipe.spec),
-            training.loss_of(recipe),
-            training.on_device(recipe.part(0, 0, 1)),
-            process_group=harness.group(),
-            max_batch=1,
-            memory_limit=1 << 34,
-            stages=(0,),
-            seconds=0.1,
-            cache=False,
-            **engine,
-        )
-        for stage in stages:
-            plan = Plan(stage=stage, global_batch=4, micro_batches=BATCHES, shares=SHARES)
-            run = Run(recipe, plan, engine={**engine, "communicator": "process_group"})
-            found.append(Planned(poplar.predict(profile, plan).memory_bytes[rank], peak_bytes(run)))
-    return found
-
-
-def peak_bytes(run: Run) -> int:
-    """Peak bytes; shared memory counts only where a tensor uses it."""
-    before = live_bytes()
-    model, optimizer = training.prepare(run)
-    training.take_step(run, model, optimizer, 0)
-    most = 0
-
-    def measure(*_: object) -> None:
-        nonlocal most
-        most = max(most, live_bytes() - before)
-
-    handles = [block.register_forward_hook(measure) for block in model.blocks]
-    handles += [block.register_full_backward_hook(measure) for block in model.blocks]
-    handles += [optimizer.register_step_pre_hook(measure)]
-    training.take_step(run, model, optimizer, 1)
-    for handle in handles:
-        handle.remove()
-    return most
-
-
-SCALE = choose(quick=8, full=1)
-"""Parameters and buckets are smaller by this factor."""
-NARROW = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
-MODELS = {
-    "16 bits, partly frozen": (
-        ModelSpec(
-            frozen=True,
-            blocks=choose(quick=3, full=6),
-            width=256,
-            hidden=1024,
-            dtype=torch.bfloat16,
-        ),
-        NARROW,
-        choose(quick=(1, 3), full=STAGES),
-    ),
-    "two parameters are larger than a bucket": (
-        ModelSpec(kind="mlp", blocks=2, width=64, hidden=100_000 // SCALE),
-        {},
-        choose(quick=(0, 2), full=STAGES),
-    ),
-}
-SMALL = 1 << 20
-"""Counters, scalars and the activations of one sample."""
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_peak_memory_is_close_below_the_prediction(ranks: Pool, name: str) -> None:
-    spec, engine, stages = MODELS[name]
-    recipe = Recipe(spec=spec, batches=(4, 4))
-    all_ranks = ranks.run(compare_with_the_plan, recipe, engine, stages, timeout=300)
-    for rank, found in enumerate(all_ranks):
-        for stage, planned in zip(stages, found, strict=True):
-            message = (
-                f"stage {stage}, rank {rank} held {planned.most / 2**20:.1f} MiB, "
-                f"planned {planned.needed / 2**20:.1f}"
-            )
-            assert planned.most <= planned.needed + SMALL, message
-            assert planned.most >= 0.7 * planned.needed - SMALL, message

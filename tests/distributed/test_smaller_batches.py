@@ -1,7 +1,7 @@
 """A rank that runs out of memory in a step: all ranks run the step again, in smaller micro-batches.
 
 The gradient stays that of one process on the global batch. Errors are raised where a smaller
-micro-batch is needed; `test_limited_memory.py` limits the memory of a process instead.
+micro-batch is needed; `test_out_of_memory.py` shows that real ones are recognized.
 """
 
 from __future__ import annotations
