@@ -81,7 +81,7 @@ def random_changes(seed: int, steps: int) -> Sequence[Plan | None]:
     return [None if chance.random() < 0.3 else random_plan(chance) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", choose(quick=[1, 2], full=range(4)))
 def test_random_changes_equal_one_process(ranks: Pool, seed: int) -> None:
     recipe = Recipe(spec=SPEC, batches=(12,) * 8, max_norm=0.1, decaying=True)
     if seed % 2:
@@ -377,7 +377,7 @@ def random_precision(chance: random.Random, plan: Plan) -> Plan:
     return replace(plan, communication=communication)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", choose(quick=range(3), full=range(6)))
 def test_ranks_agree_after_random_changes_of_plan_and_precision(ranks: Pool, seed: int) -> None:
     chance = random.Random(seed)
     exact = [random_plan(chance) for _ in range(6)]

@@ -106,7 +106,7 @@ def use(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("communicator", ["process_group", "shared_memory", "hierarchical"])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("way", ["setting", "context", "dtype"])
+@pytest.mark.parametrize("way", ["context", "dtype"])
 def test_training_does_not_depend_on_it(ranks, way, stage, communicator, dtype, tmp_path):
     arguments = (stage, communicator, dtype, str(tmp_path))
     expected = ranks.run(train, "none", *arguments, ranks=2)
@@ -138,7 +138,7 @@ def tune(way: str) -> tuple[Plan, bool]:
     return plan, verified.ok
 
 
-@pytest.mark.parametrize("way", ["setting", "context", "dtype"])
+@pytest.mark.parametrize("way", ["context", "dtype"])
 def test_autotune_and_verify_do_not_depend_on_it(ranks, way):
     (plan, first), (other, second) = ranks.run(tune, way, ranks=2)
     assert plan == other

@@ -49,15 +49,6 @@ def in_one_call(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(prediction.float(), batch["target"])
 
 
-def by_parts(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The same loss, by direct calls of a module outside units and of units."""
-    seen["target"] = batch["target"].dtype
-    x = model.stem(batch["x"])
-    for block in model.blocks:
-        x = x.float() + block(x.float())
-    return F.mse_loss(x, batch["target"])
-
-
 def batch_of(samples: int) -> dict[str, Tensor]:
     values = torch.linspace(0, 1, samples * 8).view(samples, 8)
     target = 1000.0 + values / 7  # bf16 would round it to 1000
@@ -116,38 +107,6 @@ def loss_in_one_process() -> float:
         parameter.data = parameter.data.to(BF16)
     batch = batch_of(6)
     return float(in_one_call(model, {**batch, "x": batch["x"].to(BF16)}))
-
-
-def train_by_parts(stage: int) -> tuple[torch.dtype, float]:
-    _, optimizer = build(stage, compute_dtype=BF16)
-    loss = optimizer.train_step(by_parts, own_batch(stage)).loss
-    return seen["target"], float(loss)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_modules_called_directly_are_cast(ranks, stage):
-    for target, loss in ranks.run(train_by_parts, stage, ranks=2):
-        assert target is FP32
-        assert loss > 0
-
-
-def hooks_after(stage: int, compute_dtype: torch.dtype | str, *, release: bool) -> int:
-    model, optimizer = build(stage, compute_dtype=compute_dtype)
-    if release:
-        optimizer.release()
-    return sum(len(module._forward_pre_hooks) for module in model.modules())
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_released_model_has_no_hooks(ranks, stage):
-    assert ranks.run(hooks_after, stage, BF16, release=True, ranks=2) == [0, 0]
-
-
-@pytest.mark.parametrize("dtype", ["auto", FP32])
-def test_fp32_model_has_only_the_hook_that_notices_ddp(ranks, dtype):
-    if torch.cuda.is_available() and dtype == "auto":
-        pytest.skip("'auto' computes in bf16 on a GPU")
-    assert ranks.run(hooks_after, 0, dtype, release=False, ranks=2) == [1, 1]
 
 
 def outputs_under_a_plan_without_rank_0(stage: int) -> list[Tensor]:

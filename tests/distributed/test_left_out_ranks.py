@@ -534,19 +534,6 @@ def test_torch_saves_no_state_of_a_rank_that_is_left_out(ranks: Pool) -> None:
     assert rates[0] > 0
 
 
-def unshard_a_module_without_parameters(stage: int) -> float:
-    run = Run(Recipe(spec=ModelSpec(kind="mlp")), plan_of(stage))
-    model, optimizer = training.prepare(run)
-    with optimizer.full_parameters(modules=[model.norm]):  # an nn.Identity
-        pass
-    return training.take_step(run, model, optimizer, 0)[0]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_module_without_parameters_is_unsharded(ranks: Pool, stage: int) -> None:
-    assert len(set(ranks.run(unshard_a_module_without_parameters, stage))) == 1
-
-
 class Kept:
     """A logger that keeps what it gets."""
 

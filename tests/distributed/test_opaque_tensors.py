@@ -21,7 +21,6 @@ from poplar import HeteroZeroOptimizer, Plan
 from poplar.zero.opaque_parameter import component_tensors
 
 WIDTH = 128
-STAGES = (0, 1, 2, 3)
 SHARES = (0.6, 0.3, 0.1)
 
 
@@ -191,7 +190,7 @@ def train(stage: int, kind: int, shares: tuple[float, ...]) -> tuple[list[float]
 
 @pytest.mark.every_combination
 @pytest.mark.parametrize("kind", range(len(LAYERS)))
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_losses_equal_one_process_and_frozen_tensors_keep_their_bits(
     ranks: Pool, stage: int, kind: int
 ) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import models
 import pytest
@@ -39,10 +38,7 @@ import poplar
 from poplar import HeteroZeroOptimizer, Plan, UnitPlan
 from poplar.comm import Bucket, Group
 from poplar.comm.process_group import ProcessGroupCommunicator
-from poplar.values.errors import PoplarError
 from poplar.zero import unit as units
-from poplar.zero.engine import Engine
-from poplar.zero.passes.collective_pass import Mode
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 ALL = ("root", *BLOCKS)
@@ -488,23 +484,6 @@ def test_issued_reductions_are_not_repeated_after_out_of_memory(
         assert_close(left, reference.train(RECIPE).parameters, f"rank {rank}")
 
 
-def test_out_of_memory_for_zeros_names_the_rank() -> None:
-    engine = object.__new__(Engine)
-    full = mock.Mock(side_effect=torch.OutOfMemoryError("full"))
-    engine.scheduler = mock.Mock(active=True, finish=full)
-    engine.scheduler.current = mock.Mock(mode=Mode.TRAIN, interrupted_by=None)
-    engine.comm = mock.Mock()
-    engine.comm.group.name = 3
-    engine.control = mock.Mock()
-    engine.units = ()
-    engine._free_state = None
-    with pytest.raises(PoplarError, match=r"rank 3 is out of memory.*smaller share") as raised:
-        engine.end_pass()
-    engine.control.abort.assert_called_once_with(str(raised.value))  # the others need not wait
-    assert full.call_args_list == [mock.call(failed=False), mock.call(failed=True)]
-    engine.scheduler.drop.assert_called_once_with()
-
-
 # Plans
 
 
@@ -570,27 +549,6 @@ def test_unsupported_plan_change_raises_and_changes_nothing(
     assert_raised([failure for failure, _ in results], *patterns, kind=ValueError)
     for _, parameters in results:
         assert_close(parameters, reference.train(RECIPE).parameters)
-
-
-def build(plan: Plan) -> list[Failure]:
-    with harness.catching() as caught:
-        training.prepare(Run(RECIPE, plan))
-    return caught
-
-
-def test_unknown_unit_raises_and_lists_units(ranks: Pool) -> None:
-    failures = ranks.run(build, plan_of("blocks.0", "blocks.3"))
-    assert_raised(
-        [failure for (failure,) in failures],
-        "units ['blocks.3'] that the model does not have",
-        "['root', 'blocks.0', 'blocks.1', 'blocks.2']",
-        kind=ValueError,
-    )
-
-
-def test_persistent_unit_of_another_stage_raises() -> None:
-    with pytest.raises(ValueError, match=r"'blocks.0' is persistent at stage 2"):
-        with_persistent(Plan.even(4, 12, 3, stage=2), "blocks.0")
 
 
 # Profiles

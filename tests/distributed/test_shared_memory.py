@@ -85,20 +85,6 @@ def test_collective_is_over_when_all_earlier_ones_are():
     assert not one.is_over(2)
 
 
-@pytest.mark.parametrize("nbytes", [mmap.PAGESIZE, 2 * mmap.PAGESIZE])
-def test_memory_too_small_for_a_rendezvous_is_refused(nbytes):
-    with pytest.raises(ValueError, match="a rendezvous needs"):
-        _core.Rendezvous([mmap.mmap(-1, nbytes)], 0)
-
-
-def test_unknown_rank_is_refused():
-    (rendezvous,) = rendezvous_of_threads(1)
-    with pytest.raises(ValueError, match="rank 2 of 1"):
-        _core.Rendezvous([mmap.mmap(-1, _core.RENDEZVOUS_BYTES)], 2)
-    with pytest.raises(ValueError, match="no slot of rank 1"):
-        rendezvous.posted_range(1, 0)
-
-
 # Memory
 
 

@@ -288,28 +288,3 @@ def test_unshard_overlaps_with_previous_unit(ranks: Pool) -> None:
             again = f"the unshard of unit blocks.{block}"
             last = max(place for place, event in enumerate(events) if event == again)
             assert last < events.index(f"backward {block + 1} in the middle"), events
-
-
-def test_all_ranks_issue_the_same_collectives_in_order(ranks: Pool) -> None:
-    for stage in STAGES:
-        first, *others = (
-            [event for event in events if event.startswith("the ")]
-            for events in ranks.run(record_step, run_of(stage))
-        )
-        assert all(other == first for other in others)
-
-
-def test_unsharded_values_are_freed(ranks: Pool) -> None:
-    """A resharded parameter has its shape, but no memory."""
-    for shapes, empty in ranks.run(inspect_between_steps, run_of(3)):
-        assert shapes
-        assert empty
-
-
-def inspect_between_steps(run: Run) -> tuple[bool, bool]:
-    model, optimizer = training.prepare(run)
-    training.take_step(run, model, optimizer, 0)
-    plain = models.build(run.recipe.spec)
-    pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
-    shapes = all(mine.shape == theirs.shape for mine, theirs in pairs)
-    return shapes, all(training.is_absent(mine) for mine, _ in pairs)
