@@ -15,12 +15,8 @@ import models
 import pytest
 import ranks as harness
 import torch
-import torch.distributed as dist
 from models import ModelSpec
 from ranks import Pool
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 import poplar
 from poplar import Plan
@@ -150,31 +146,3 @@ def test_passes_enter_few_modules_and_frames(ranks: Pool) -> None:
     for modules, functions in ranks.run(in_passes, ranks=2):
         assert len(modules) <= 25, modules
         assert len(functions) + 1 <= 7, functions
-
-
-def fsdp2_frames() -> int:
-    """Frames from the pre-hook of an FSDP2 module to its all-gather, both included."""
-    mesh = DeviceMesh.from_group(harness.group(), harness.device().type)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).to(harness.device())
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh)
-    frames: list[int] = []
-    name = next(n for n in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, n))
-    gather = getattr(dist, name)
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        count = 1  # the collective
-        while frame is not None and frame.f_globals["__name__"] != "torch.nn.modules.module":
-            frame, count = frame.f_back, count + 1
-        frames.append(count)
-        return gather(*args, **kwargs)
-
-    with mock.patch.object(dist, name, counting):
-        model(torch.randn(2, 8, device=harness.device()))
-    return min(frames)
-
-
-def test_frames_are_no_more_than_those_of_fsdp2(ranks: Pool) -> None:
-    ours = {len(functions) + 1 for _, functions in ranks.run(in_passes, ranks=2)}
-    assert max(ours) <= min(ranks.run(fsdp2_frames, ranks=2))

@@ -39,7 +39,6 @@ def warnings_of_two_steps(run: Run, loss_fn: Any, weight: str) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.every_combination
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_mean_over_tokens_warns_once_on_one_rank(ranks: Pool, stage: int) -> None:
     run = Run(Recipe(batches=(12,), loss="tokens"), plan_of(stage))

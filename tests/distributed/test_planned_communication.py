@@ -17,7 +17,7 @@ import poplar
 from poplar import Plan
 from poplar.tuning.autotune import Tuned, tune
 from poplar.tuning.verification import Verification
-from poplar.values.communication import EXACT, Communication
+from poplar.values.communication import Communication
 from poplar.zero.stages.strategy import Strategy
 
 PLAN = Plan(stage=0, global_batch=6, micro_batches=((2, 2), (2, 0)), shares=(0.6, 0.4))
@@ -119,8 +119,3 @@ def test_verification_shows_no_error_of_updates_alone(ranks: Pool) -> None:
     for found, _ in ranks.run(verified, plan, ranks=2):
         assert found.ok
         assert found.gradient_noise is None
-
-
-def test_on_one_host_auto_is_exact(ranks: Pool) -> None:
-    for found in ranks.run(tuned, "auto", ranks=2):
-        assert found.plan.communication == EXACT

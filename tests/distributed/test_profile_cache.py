@@ -157,7 +157,7 @@ def profiled_twice(folder: str) -> tuple[bool, list[int]]:
 
 
 def test_second_profile_comes_from_the_cache(ranks: Pool, tmp_path: Path):
-    for same, (measuring, cached) in ranks.run(profiled_twice, str(tmp_path)):
+    for same, (measuring, cached) in ranks.run(profiled_twice, str(tmp_path), ranks=2):
         assert same
         assert measuring > 0
         assert cached == 0
@@ -176,7 +176,7 @@ def tuned_twice(folder: str) -> tuple[list[Plan], list[int]]:
 
 
 def test_verified_plan_comes_from_the_cache(ranks: Pool, tmp_path: Path):
-    answers = ranks.run(tuned_twice, str(tmp_path))
+    answers = ranks.run(tuned_twice, str(tmp_path), ranks=2)
     for rank, ((tuned, found), (measuring, cached)) in enumerate(answers):
         assert found == tuned == answers[0][0][0]
         assert found.prediction == tuned.prediction
@@ -217,7 +217,7 @@ def profiled_with_less_memory(folder: str) -> tuple[list[int], int]:
 
 
 def test_cached_profile_has_the_present_memory(ranks: Pool, tmp_path: Path):
-    for memory, calls in ranks.run(profiled_with_less_memory, str(tmp_path)):
+    for memory, calls in ranks.run(profiled_with_less_memory, str(tmp_path), ranks=2):
         before, meanwhile, afterwards = memory
         assert meanwhile == 1000
         assert min(before, afterwards) > 1000

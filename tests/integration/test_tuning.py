@@ -40,7 +40,6 @@ from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import fits, predict
 from poplar.planner.search import POLICIES, alternatives
 from poplar.profiler.trial_runs import OutOfMemoryInTrial
-from poplar.system import devices
 from poplar.tuning import autotune
 from poplar.tuning.autotune import Tuned, Tuner, TuningJob
 from poplar.values.communication import Communication
@@ -133,8 +132,8 @@ def tune_and_train(**options: Any) -> tuple[Plan, list[float]]:
 
 
 def test_autotuned_plan_trains(ranks: Pool):
-    answers = ranks.run(tune_and_train, max_batch=2)
-    assert answers == [answers[0]] * 4
+    answers = ranks.run(tune_and_train, max_batch=2, ranks=2)
+    assert answers == [answers[0]] * 2
     losses = answers[0][1]
     assert losses == sorted(losses, reverse=True)
 
@@ -648,17 +647,6 @@ def test_a_plan_that_runs_is_chosen_if_none_fits_in_less_memory():
     assert searches.call_count > 1
 
 
-def test_as_much_memory_is_taken_from_ranks_as_the_plan_that_ran_leaves():
-    plan = alternatives(known(), global_batch=40)[0]
-    needed = plan.prediction["memory_bytes"][0]
-    usable = 1.0 - known().memory_reserve
-    for times in (0, 1, 2):
-        profile = with_memory(known(), 0, needed / (usable - (times + 0.5) * autotune.UNSEEN))
-        limited = autotune._with_less_memory_beside(profile, [0] * 3, plan)
-        less = limited.devices[0].held_bytes - profile.devices[0].held_bytes
-        assert less == times * round(autotune.UNSEEN * profile.devices[0].memory_bytes)
-
-
 def test_no_plan_is_chosen_if_all_run_out_of_memory():
     bench = ShortBench(known(), with_memory(known(), 0, 1.0), [0])
     with pytest.raises((torch.OutOfMemoryError, NoPlanFits)):
@@ -879,14 +867,6 @@ def test_clearly_slower_plan_is_dropped_after_one_turn():
     assert turns.count(first) == autotune.LEAST_TURNS  # without rivals
 
 
-def test_first_two_plans_run_once_without_time():
-    bench = Bench(thorough(known()), known(), STAGES)
-    bench.seconds = 0.0
-    bench.tune()
-    turns = [plan.stage for plan in bench.seen]
-    assert turns == predicted_order(known())[:2]
-
-
 def test_plan_on_measured_batches_is_tried_after_those_of_two_stages(monkeypatch):
     """Time is up before the planned batches are measured."""
     monkeypatch.setattr(autotune, "ROUNDS", 0)
@@ -952,12 +932,6 @@ def with_residuals(cluster: ClusterProfile, stage: int, *, overhead: float) -> C
     overheads = tuple(overhead if other == stage else 0.0 for other in STAGES)
     devices = (replace(device, pass_overhead_seconds=overheads) for device in cluster.devices)
     return replace(cluster, devices=tuple(devices))
-
-
-def test_fixed_stage_has_one_candidate():
-    bench = Bench(known(), known(), [3])
-    assert bench.tune().plan.stage == 3
-    assert len(bench.tried) == 1
 
 
 def test_prediction_of_the_plan_equals_its_observation():
@@ -1037,15 +1011,6 @@ def test_ranks_without_new_batches_run_their_reference():
     assert references[0] in [point.batch for point in first.points]
     (plan,) = alternatives(measured, global_batch=42, stages=[0])
     assert references[1] == max(plan.micro_batches[1])
-
-
-def test_given_profile_gets_planned_batches():
-    true = in_steps(8, 8)
-    given = in_powers_of_two(true)
-    bench = Bench(true, true, [0])
-    decided = bench.tune(given, global_batch=42)
-    assert bench.measured != []
-    assert len(decided.profile.devices[0].points) > len(given.devices[0].points)
 
 
 @pytest.mark.parametrize(
