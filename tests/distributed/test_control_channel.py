@@ -193,11 +193,8 @@ def sleep() -> None:
 
 
 @pytest.mark.parametrize("lose", [kill, stop])
-@pytest.mark.parametrize("size", [3, 4])
-def test_the_survivors_of_an_exchange_name_the_lost_rank(
-    lose: Callable[[], None], size: int
-) -> None:
-    answers = one_off(size, exchange_until, lose, lost=[LOST])
+def test_the_survivors_of_an_exchange_name_the_lost_rank(lose: Callable[[], None]) -> None:
+    answers = one_off(4, exchange_until, lose, lost=[LOST])
     for rank, failure in enumerate(answers):
         if rank != LOST:
             assert_names_lost_rank(failure)

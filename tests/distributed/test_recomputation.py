@@ -16,6 +16,7 @@ import training
 from models import ModelSpec
 from ranks import Pool
 from reference import Recipe
+from subset import choose
 from torch import Tensor, nn
 from training import STAGES, Run, assert_exact, assert_raised, assert_same, train_many
 
@@ -86,7 +87,7 @@ def test_persistent_units_may_be_recomputed(ranks: Pool) -> None:
 
 def test_compiled_blocks_may_be_recomputed(ranks: Pool) -> None:
     recipe = Recipe(spec=ModelSpec(compiled="aot_eager"), batches=(12,))
-    for stage in (0, 3):
+    for stage in choose(quick=(3,), full=(0, 3)):
         runs = [Run(recipe, plan_of(stage, each), engine=UNMERGED) for each in ({}, RECOMPUTED)]
         for plain, recomputing in ranks.run(train_many, runs):
             assert_same(recomputing.parameters, plain.parameters)

@@ -162,7 +162,7 @@ USES = (
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("shape", [(6, 7), (0, 7), (2, 3, 7), (2, 0, 7), (7,)])
+@pytest.mark.parametrize("shape", [(6, 7), (2, 0, 7), (7,)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_captured_rows_give_the_gradient_of_autograd(use, shape, bias):
     layer, forward = layer_and_forward(bias)
