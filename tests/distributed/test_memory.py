@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import models
 import pytest
-import ranks as harness
 import torch
 import training
 from models import ModelSpec

@@ -45,7 +45,7 @@ def measure(failing: Collection[int], passes_before: int) -> Failure | None:
 
 
 @pytest.mark.parametrize("passes_before", [0, 1])
-@pytest.mark.parametrize("first", (1, ONE_PASS))
+@pytest.mark.parametrize("first", [1, ONE_PASS])
 def test_all_ranks_learn_that_a_pass_did_not_fit(first: int, passes_before: int) -> None:
     failures = one_off(3, measure, {first}, passes_before)
     for failure in failures:
@@ -54,7 +54,7 @@ def test_all_ranks_learn_that_a_pass_did_not_fit(first: int, passes_before: int)
 
 
 @pytest.mark.parametrize("passes_before", [0, 1])
-@pytest.mark.parametrize("first", (1, ONE_PASS))
+@pytest.mark.parametrize("first", [1, ONE_PASS])
 def test_all_ranks_learn_that_a_pass_cannot_even_be_completed(
     first: int, passes_before: int
 ) -> None:

@@ -22,7 +22,7 @@ from poplar.ops import codec
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.explain import explain
 from poplar.planner.memory_model import Caps, rank_memory
-from poplar.planner.memory_shortfall import DoesNotFit, NoPlanFits
+from poplar.planner.memory_shortfall import NoPlanFits
 from poplar.planner.prediction import memory_needed
 from poplar.planner.search import WORTH_NOISE
 from poplar.planner.simple_plans import PREFERENCE, simplified

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from planning_oracle import STAGES, Oracle
 from test_plan import random_plan
 
-from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.planner.prediction import describe, memory_needed, predict
 from poplar.values.plan import Plan, UnitPlan
-from poplar.values.profile import BatchPoint, ClusterProfile, ModelProfile, NetworkProfile
+from poplar.values.profile import BatchPoint, ClusterProfile, ModelProfile
 
 MIB = 2**20
 

@@ -14,14 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_search import seconds_of
 
-import poplar
 from poplar.planner import what_if
 from poplar.planner.collective_costs import CollectiveCosts
 from poplar.planner.explain import NEEDED, NOISE, NOT_WORTH_IT, WORTH_IT, Explanation, explain
 from poplar.planner.prediction import predict
 from poplar.planner.what_if import MAX_GROUPS, device_groups, with_equal_devices
 from poplar.values.plan import Plan
-from poplar.values.profile import ModelProfile
 
 MB = 10**6
 

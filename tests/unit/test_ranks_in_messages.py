@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -11,7 +11,7 @@ import planning_oracle
 import pytest
 from all_ranks import alternatives, search
 from clusters import cluster_of, device, network_of
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from planning_oracle import STAGES, Oracle
 from subset import choose
