@@ -184,6 +184,15 @@ def totals_of(draw: Draw, rows: int) -> Tensor:
     return totals
 
 
+def zero_subnormal_bf16(arguments: Sequence[Any]) -> None:
+    tensors = chain.from_iterable(
+        given if isinstance(given, list) else [given] for given in arguments
+    )
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.dtype is torch.bfloat16:
+            tensor.masked_fill_(tensor.abs() < torch.finfo(tensor.dtype).tiny, 0.0)
+
+
 @dataclass(frozen=True)
 class Implementation:
     """An implementation of the operators, and how its results are compared."""
@@ -192,7 +201,8 @@ class Implementation:
     """Has a function for each operator, which takes all its arguments."""
     device: str = "cpu"
     rounds_bf16: bool = True
-    """False: it truncates to bf16, as Triton's interpreter does, so one unit may differ."""
+    """False: as Triton's interpreter, it truncates to bf16, so one unit may differ, and reads
+    subnormal values as others, so it gets none."""
 
     def check(self, name: str, *arguments: Any, written: Sequence[int] = (0,)) -> None:
         """Compare what an operator returns and writes with plain PyTorch.
@@ -200,6 +210,8 @@ class Implementation:
         `written`: the places of arguments that it writes to. They stay as they are: each
         implementation gets copies.
         """
+        if not self.rounds_bf16:
+            zero_subnormal_bf16(arguments)
         results = []
         for function in (getattr(self.operators, name), plain.FUNCTIONS[name]):
             copies = {
