@@ -286,29 +286,31 @@ def steps(
     return ""
 
 
-def all_steps(table: str, number: int, options: dict[str, Any]) -> dict[str, str]:
+def all_steps(table: str, stage: int, options: dict[str, Any]) -> dict[str, str]:
     named = {"writes": WRITES, "equal writes": EQUAL_WRITES}[table]
-    return {name: steps(make, stage(number, plan), options) for name, (make, plan) in named.items()}
+    return {
+        name: steps(make, plan_at(stage, plan), options) for name, (make, plan) in named.items()
+    }
 
 
-def stage(number: int, plan: Plan) -> Plan:
-    if number >= 2 and plan is UNEQUAL:  # where ranks run equally many passes
+def plan_at(stage: int, plan: Plan) -> Plan:
+    if stage >= 2 and plan is UNEQUAL:  # where ranks run equally many passes
         passes: Any = ((2, 2, 2), (2, 0, 0))
     else:
         passes = plan.micro_batches
-    return Plan(stage=number, global_batch=8, micro_batches=passes, shares=plan.shares)
+    return Plan(stage=stage, global_batch=8, micro_batches=passes, shares=plan.shares)
 
 
 TRAINED = ("ActNorm", "ActNorm, unequal passes", "embedding(max_norm)")
 """What writes into trained parameters."""
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_state_that_differs_between_ranks_is_noticed(ranks: Pool, number: int) -> None:
-    for errors in ranks.run(all_steps, "writes", number, {}, ranks=2):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_state_that_differs_between_ranks_is_noticed(ranks: Pool, stage: int) -> None:
+    for errors in ranks.run(all_steps, "writes", stage, {}, ranks=2):
         for name, error in errors.items():
             expected = "allow_forward_state=True"
-            if name in TRAINED or (number == 3 and "teacher" in name):
+            if name in TRAINED or (stage == 3 and "teacher" in name):
                 expected = "full_parameters(writeback=True)"
             assert expected in error, (name, error)
             if name in TRAINED:  # what does not help is no advice
@@ -316,35 +318,35 @@ def test_state_that_differs_between_ranks_is_noticed(ranks: Pool, number: int) -
                 assert "allow_forward_state" not in error
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_large_counts_in_32_bits_are_no_quantised_weights(ranks: Pool, number: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_large_counts_in_32_bits_are_no_quantised_weights(ranks: Pool, stage: int) -> None:
     make = partial(Counts, 1 << 15, torch.int32)
-    for error in ranks.run(steps, make, stage(number, EQUAL), {}, ranks=2):
+    for error in ranks.run(steps, make, plan_at(stage, EQUAL), {}, ranks=2):
         assert "'1.counts' differs after the forwards" in error
 
 
-def build_renormalized(number: int, cls: type[nn.Module], allowed: bool) -> str:
+def build_renormalized(stage: int, cls: type[nn.Module], allowed: bool) -> str:
     model = nn.Sequential(cls(8, 6, max_norm=0.1), nn.Linear(6, 1)).eval()
-    options: dict[str, Any] = {"stage": number, "allow_forward_state": allowed, "lr": 0.1}
+    options: dict[str, Any] = {"stage": stage, "allow_forward_state": allowed, "lr": 0.1}
     with pytest.raises((ValueError, RankFailed)) as caught:
         HeteroZeroOptimizer(model, torch.optim.SGD, process_group=harness.group(), **options)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
 def test_renormalizing_modules_are_refused_when_the_optimizer_is_built(
-    ranks: Pool, cls: type[nn.Module], number: int
+    ranks: Pool, cls: type[nn.Module], stage: int
 ) -> None:
     for allowed in (False, True):
-        for error in ranks.run(build_renormalized, number, cls, allowed, ranks=2):
+        for error in ranks.run(build_renormalized, stage, cls, allowed, ranks=2):
             assert "'0' has max_norm=0.1" in error
             assert "torch.renorm(weight, 2.0, 0, 0.1)" in error
 
 
 def look_after_an_error_on_the_last_rank() -> str:
     model = nn.Sequential(nn.Linear(6, 6), Buffer(lambda state, x: state + 0.25), nn.Linear(6, 1))
-    plan = stage(2, EQUAL)
+    plan = plan_at(2, EQUAL)
     optimizer = HeteroZeroOptimizer(
         model, torch.optim.SGD, plan=plan, process_group=harness.group(), lr=0.1
     )
@@ -364,7 +366,7 @@ def test_a_look_that_fails_on_one_rank_raises_on_all(ranks: Pool) -> None:
 BOUND = 0.5
 
 
-def renormalized(number: int, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def renormalized(stage: int, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The table after three steps with the advised bound: of the engine, and of one process."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 1))
@@ -372,7 +374,7 @@ def renormalized(number: int, compute_dtype: torch.dtype) -> tuple[Tensor, Tenso
     optimizer = HeteroZeroOptimizer(
         model,
         torch.optim.SGD,
-        plan=stage(number, EQUAL),
+        plan=plan_at(stage, EQUAL),
         process_group=harness.group(),
         compute_dtype=compute_dtype,
         lr=1.0,
@@ -401,26 +403,26 @@ def renormalized(number: int, compute_dtype: torch.dtype) -> tuple[Tensor, Tenso
         return model[0].weight.detach().clone(), alone[0].weight.detach().clone()
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_weights_may_be_renormalized_between_steps(ranks: Pool, number: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_may_be_renormalized_between_steps(ranks: Pool, stage: int) -> None:
     for dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
-        for table, expected in ranks.run(renormalized, number, dtype, ranks=2):
+        for table, expected in ranks.run(renormalized, stage, dtype, ranks=2):
             assert float(table.norm(dim=1).max()) <= BOUND * (1 + 1e-6)
             torch.testing.assert_close(table, expected, rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_equal_state_caches_and_counters_are_no_alarm(ranks: Pool, number: int) -> None:
-    for errors in ranks.run(all_steps, "equal writes", number, {}, ranks=2):
-        if number == 3:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_equal_state_caches_and_counters_are_no_alarm(ranks: Pool, stage: int) -> None:
+    for errors in ranks.run(all_steps, "equal writes", stage, {}, ranks=2):
+        if stage == 3:
             for name in ("masked", "normalized", "rounded", "teacher"):
                 assert "full_parameters(writeback=True)" in errors.pop(name)
         assert not any(errors.values()), errors
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_frozen_teacher_may_be_written_between_steps(ranks: Pool, number: int) -> None:
-    make, plan = partial(Teacher, in_forward=False), stage(number, UNEQUAL)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_frozen_teacher_may_be_written_between_steps(ranks: Pool, stage: int) -> None:
+    make, plan = partial(Teacher, in_forward=False), plan_at(stage, UNEQUAL)
     for error in ranks.run(steps, make, plan, {}, Teacher.follow, ranks=2):
         assert not error
 
@@ -446,12 +448,12 @@ class Own(nn.Module):
         self.counts = True
 
 
-@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.long, torch.uint8, torch.complex64])
 def test_counts_that_a_program_writes_between_steps_are_no_alarm(
-    ranks: Pool, number: int, dtype: torch.dtype
+    ranks: Pool, stage: int, dtype: torch.dtype
 ) -> None:
-    make, plan = partial(Own, dtype), stage(number, EQUAL)
+    make, plan = partial(Own, dtype), plan_at(stage, EQUAL)
     assert ranks.run(steps, make, plan, {}, Own.write, ranks=2) == ["", ""]
     for error in ranks.run(steps, make, plan, {}, Own.write_and_count, ranks=2):
         assert "'1.own' differs after the forwards" in error
@@ -459,16 +461,16 @@ def test_counts_that_a_program_writes_between_steps_are_no_alarm(
 
 def test_other_numbers_that_a_program_writes_between_steps_are_noticed(ranks: Pool) -> None:
     make = partial(Own, torch.float32)
-    for error in ranks.run(steps, make, stage(0, EQUAL), {}, Own.write, ranks=2):
+    for error in ranks.run(steps, make, plan_at(0, EQUAL), {}, Own.write, ranks=2):
         assert "'1.own' differs after the forwards" in error
 
 
-def own_loop(number: int) -> None:
+def own_loop(stage: int) -> None:
     """Two steps without `micro_batches`, between which the program writes."""
     torch.manual_seed(0)
     model = nn.Sequential(linear(), Own(torch.long), nn.Linear(6, 1))
     optimizer = HeteroZeroOptimizer(
-        model, torch.optim.SGD, stage=number, process_group=harness.group(), lr=0.01
+        model, torch.optim.SGD, stage=stage, process_group=harness.group(), lr=0.01
     )
     for _ in range(2):
         model[1].write()
@@ -476,14 +478,14 @@ def own_loop(number: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("number", [0, 3])
-def test_loops_of_the_user_may_write_counts_between_steps(ranks: Pool, number: int) -> None:
-    ranks.run(own_loop, number, ranks=2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_loops_of_the_user_may_write_counts_between_steps(ranks: Pool, stage: int) -> None:
+    ranks.run(own_loop, stage, ranks=2)
 
 
 @pytest.mark.parametrize("change", [Tensor.bfloat16, Tensor.squeeze])
 def test_data_of_another_kind_is_noticed(ranks: Pool, change: Callable[[Tensor], Tensor]) -> None:
-    for error in ranks.run(steps, partial(Scaled, change), stage(3, EQUAL), {}, ranks=2):
+    for error in ranks.run(steps, partial(Scaled, change), plan_at(3, EQUAL), {}, ranks=2):
         assert "'1.scale', which is lost at stage 3" in error
 
 
@@ -492,11 +494,11 @@ def test_allowed_state_differs(ranks: Pool) -> None:
         assert not any(errors.values()), errors
 
 
-def train_two_models(norm: Callable[[nn.Module], nn.Module], number: int) -> str:
+def train_two_models(norm: Callable[[nn.Module], nn.Module], stage: int) -> str:
     """Two steps of a generator, and of a critic whose forwards write vectors; the error, if any."""
     torch.manual_seed(0)
     generator, critic = linear(), nn.Sequential(norm(linear()), nn.Linear(6, 1))
-    given: dict[str, Any] = {"plan": stage(number, EQUAL), "process_group": harness.group()}
+    given: dict[str, Any] = {"plan": plan_at(stage, EQUAL), "process_group": harness.group()}
     first, second = (
         HeteroZeroOptimizer(model, torch.optim.SGD, lr=0.01, **given)
         for model in (generator, critic)
@@ -513,9 +515,9 @@ def train_two_models(norm: Callable[[nn.Module], nn.Module], number: int) -> str
     return ""
 
 
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("norm", [spectral_norm, parametrizations.spectral_norm])
 def test_the_check_of_one_loss_leaves_other_models_equal_on_all_ranks(
-    ranks: Pool, norm: Callable[[nn.Module], nn.Module], number: int
+    ranks: Pool, norm: Callable[[nn.Module], nn.Module], stage: int
 ) -> None:
-    assert ranks.run(train_two_models, norm, number, ranks=2) == ["", ""]
+    assert ranks.run(train_two_models, norm, stage, ranks=2) == ["", ""]

@@ -324,7 +324,8 @@ def apply_early(plans: Sequence[Plan]) -> tuple[Failure, int, float, Failure]:
         process_group=harness.group(),
         lr=1e-3,
     )
-    batches = iter(loader_of(HeteroBatchSampler(SAMPLES, plans[0], seed=3), 1))
+    sampler = HeteroBatchSampler(SAMPLES, plans[0], seed=3, rank=harness.rank())
+    batches = iter(loader_of(sampler, 1))
     step_on(optimizer, next(batches), open_form=False)
     with harness.catching() as early:
         optimizer.apply_plan(plans[1], at_step=2)
