@@ -293,7 +293,7 @@ def encode(made: Implementation, bits: int) -> None:
         tensors.append(draw.values(9000, DTYPES[seed]))  # whole tiles, and parts of others
         offsets.append(end + shift)
         size = codec.encoded_bytes(end + shift + 9000, bits)
-        codes = shifted(torch.zeros(size, dtype=torch.uint8, device=made.device), shift)
+        codes = shifted(torch.full((size,), 99, dtype=torch.uint8, device=made.device), shift)
         made.check("encode_", codes, tensors, offsets, 1 / 3, bits, 2**33 - 640, seed)
 
 

@@ -76,8 +76,11 @@ class Timeline:
 
     def to_perfetto(self, path: str | Path) -> None:
         """Write a trace for ui.perfetto.dev: a process per rank, a thread per stream."""
-        trace = {"displayTimeUnit": "ms", "traceEvents": list(self._events())}
-        Path(path).write_text(json_text(trace), encoding="utf-8")
+        events = map(json_text, self._events())
+        with Path(path).open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + next(events))
+            file.writelines(f",\n{event}" for event in events)
+            file.write("\n]}\n")
 
     def _events(self) -> Iterator[dict[str, Any]]:
         for rank, (device, spans) in enumerate(zip(self.devices, self.spans, strict=True)):

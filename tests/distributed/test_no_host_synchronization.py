@@ -189,6 +189,18 @@ def test_step_does_not_wait_for_a_gpu(one_rank: Pool, scaled: bool, name: str, s
     assert one_rank.run(clip_and_step, stage, name, scaled) == [True]
 
 
+def synchronize() -> None:
+    value = torch.ones(1, device=harness.device())
+    with raise_on_synchronization():
+        value.item()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_wait_for_a_gpu_is_detected(one_rank: Pool) -> None:
+    (failure,) = one_rank.run_expecting_errors(synchronize)
+    assert "synchronizing" in failure.message
+
+
 def read_the_loss() -> list[str]:
     batch = torch.ones(1, 2)
     with tracking(batch) as mode:

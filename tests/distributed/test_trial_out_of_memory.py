@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import models
 import pytest
 import ranks as harness
+import torch
+from models import ModelSpec
 from ranks import Failure, Pool, one_off
 from sessions import session_on_meta
+from subset import choose
 from torch import Tensor, nn
 
-from poplar import Plan
+from poplar import HeteroZeroOptimizer, Plan
 from poplar.profiler import trial_runs
 from poplar.profiler.trial_runs import OutOfMemoryInTrial, run_plan
-from poplar.values.errors import CollectiveTimeout
+from poplar.values.errors import CollectiveTimeout, PoplarError
 from poplar.zero.collective_calls import new_group
 from poplar.zero.stages.sharded_parameters import ShardedParameters
 
@@ -152,4 +156,46 @@ def test_a_trial_ends_on_all_ranks_if_dropping_the_state_is_not_enough() -> None
     for failure in one_off(3, run_without_any_memory):
         assert isinstance(failure, Failure), failure
         assert failure.is_a(CollectiveTimeout), failure
+        assert f"rank {SHORT} is out of memory and cannot complete a pass" in failure.message
+
+
+def train_until_a_pass_cannot_be_completed(communicator: str) -> Failure | None:
+    """The error of this rank; the deadline of collectives is longer than that of the test."""
+    model = models.build(ModelSpec(kind="mlp", blocks=2))
+    optimizer = HeteroZeroOptimizer(
+        model,
+        torch.optim.AdamW,
+        plan=PLAN,
+        process_group=harness.group(),
+        communicator=communicator,
+        timeout=timedelta(minutes=10),
+    )
+    unshard = ShardedParameters.unshard
+
+    def limited(strategy: ShardedParameters, *args: Any, **options: Any) -> None:
+        if harness.rank() == SHORT:
+            raise RuntimeError(MESSAGE)
+        unshard(strategy, *args, **options)
+
+    batch = models.data(2, seed=1)
+    optimizer.train_step(models.mean_over_samples, batch)
+    with (
+        harness.catching() as caught,
+        mock.patch.object(ShardedParameters, "unshard", limited),
+    ):
+        optimizer.train_step(models.mean_over_samples, batch)
+    return caught[0] if caught else None
+
+
+@pytest.mark.parametrize(
+    "communicator", choose(quick=["process_group"], full=["process_group", "shared_memory"])
+)
+def test_all_ranks_learn_before_the_deadline_that_a_pass_cannot_be_completed(
+    communicator: str,
+) -> None:
+    for rank, failure in enumerate(
+        one_off(3, train_until_a_pass_cannot_be_completed, communicator)
+    ):
+        assert failure is not None, "the step returned"
+        assert failure.is_a(PoplarError if rank == SHORT else CollectiveTimeout), failure
         assert f"rank {SHORT} is out of memory and cannot complete a pass" in failure.message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from records import synthetic_record
 from typer.testing import CliRunner
 
 import poplar
+from poplar.cli import checkpoint
 from poplar.cli.app import app
-from poplar.cli.options import of_rank, writable
+from poplar.cli.options import of_rank
 from poplar.cli.output import command_output
 from poplar.cli.workload import Workload, load
 from poplar.planner.search import CHOICES, POLICIES, plan_or_error
@@ -297,13 +299,26 @@ def test_an_unknown_device_type_exits_with_2():
     assert "auto, cuda, cpu" in shown.stderr
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+def written_files():
+    """How each command checks each of the files that it writes."""
+    for command in (*app.registered_commands, *checkpoint.commands.registered_commands):
+        hints = typing.get_type_hints(command.callback, include_extras=True)
+        for name, hint in hints.items():
+            kind, *given = typing.get_args(hint) if hasattr(hint, "__metadata__") else (None,)
+            is_path = kind is Path or Path in typing.get_args(kind)
+            if is_path and not given[0].exists and name not in ("records", "folder"):
+                label = f"{command.callback.__name__} {name}"
+                yield pytest.param(given[0].callback, id=label)
+
+
+@pytest.mark.parametrize("check", written_files())
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(check, tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "output", tmp_path):
         with pytest.raises(typer.BadParameter, match="cannot write"):
-            writable(path)
+            check(path)
     path = tmp_path / "new" / "folder" / "output"
-    assert writable(path) == path
+    assert check(path) == path
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "new"]
 
 

@@ -187,6 +187,27 @@ def test_a_rank_that_raises_in_the_loop_stops_all_ranks(ranks: Pool, stage: int)
         assert "rank 0 left the loop over its passes before its end" in message
 
 
+def drop_gradients_in_the_loop(job: Job) -> str:
+    """The message of a loop body that zeroes the gradients before each backward."""
+    with harness.separate_group() as group:
+        model = training.wrap(job, group=group)
+        optimizer = training.optimizer_of(job, model)
+        passes = fsdp2.UnequalPasses(model, job.plan)
+        with harness.catching() as caught:
+            for micro_batch in passes(training.part_of(job, 0), weight=job.weight):
+                optimizer.zero_grad()
+                passes.backward(training.loss_fn(model, micro_batch))
+        return caught[0].message
+
+
+@pytest.mark.filterwarnings("ignore:rank .* left the loop")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_grad_in_the_loop_raises(ranks: Pool, stage: int) -> None:
+    job = Job("tagger", plan_of(PLANS[stage], stage))
+    for message in ranks.run(drop_gradients_in_the_loop, job, ranks=3):
+        assert "call step() and zero_grad() after the loop" in message
+
+
 def sum_gradients_from_the_second_step_on(job: Job) -> list[str]:
     """The messages of the second step and of a new `UnequalPasses`."""
     model = training.wrap(job)

@@ -45,6 +45,7 @@ from trainers import Sentences, arguments, logged, padded
 from transformers import (
     HfArgumentParser,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
@@ -262,6 +263,14 @@ def test_losses_equal_those_of_one_process(three, tmp_path, name, stage):
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
 
 
+def test_balanced_lengths_change_no_loss(three, tmp_path):
+    options = {"balance_lengths": True}
+    here = three.run(train_on_ranks, "llama", PLANS[2], str(tmp_path), **options)
+    alone = logged(alone_trained(tmp_path))
+    for each in here:
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
+
+
 def metrics_of(outcome: Any) -> dict[str, float]:
     """A metric that depends on every prediction and on its label."""
     own = np.take_along_axis(outcome.predictions, outcome.label_ids[..., None], -1)
@@ -456,6 +465,37 @@ def test_supervised_fine_tuning_of_trl(three, tmp_path, stage, packed):
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-4)
 
 
+COUNTED = {"include_num_input_tokens_seen": "non_padding"}
+
+
+class OutOfMemoryOnce(PlannedSFTTrainer):
+    """Rank 1 runs out of memory in its second pass of the second step."""
+
+    passes = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.passes += 1
+        if pool.rank() == 1 and self.passes == 4:
+            raise torch.OutOfMemoryError("planted")
+        return loss
+
+
+def fine_tune_with_little_memory(folder: str) -> Any:
+    as_launched()
+    options = {"poplar": PoplarArguments(plan=PLANS[0])}
+    return fine_tuned(OutOfMemoryOnce, folder, SHARES | COUNTED, **options)
+
+
+def test_a_step_that_ran_out_of_memory_counts_once_in_metrics_and_tokens(three, tmp_path):
+    here = three.run(fine_tune_with_little_memory, str(tmp_path))
+    fresh_state()
+    changes = {"per_device_train_batch_size": BATCH, **COUNTED}
+    alone = fine_tuned(trl.SFTTrainer, str(tmp_path), changes)
+    for each in here:
+        torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-4)
+
+
 def train_by_own_file(folder: str, name: str) -> None:
     own = {name: f"{folder}/rank-{pool.rank()}.json"}
     planned(folder, None, options=own, max_steps=2).train()
@@ -569,31 +609,60 @@ def with_patches(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]
     return padded(samples) | {"pixel_values": torch.ones(3 * len(samples), 4)}
 
 
+class Labelled(Dataset[dict[str, torch.Tensor]]):
+    """Tensors, of which the label has no dimensions."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": torch.tensor(Fixed()[at]["input_ids"]),
+            "labels": torch.tensor(at % 2),
+        }
+
+
+def classifier() -> nn.Module:
+    config = model_of("llama").config
+    config.pad_token_id = 0
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(config)
+
+
 def describer() -> nn.Module:
     torch.manual_seed(0)
     return ImagesForCausalLM(model_of("llama").config)
 
 
-def train_on_patches(trainer_class: Any, folder: str, **options: Any) -> Any:
+PATCHES = {"train_dataset": Sentences(40), "data_collator": with_patches}
+UNUSUAL: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "labels without dimensions": (classifier, {"train_dataset": Labelled()}, False),
+    "patches of images": (describer, PATCHES, True),
+}
+"""The model, the data, and whether lengths are balanced."""
+
+
+def train_on_unusual_data(name: str, trainer_class: Any, folder: str, **options: Any) -> Any:
+    model, data, _ = UNUSUAL[name]
     sizes = {} if trainer_class is Trainer else SHARES
-    data = {"train_dataset": Sentences(40), "data_collator": with_patches}
-    settings = arguments(folder, max_steps=2, **sizes)
-    trainer = trainer_class(describer(), settings, **data, **options)
+    trainer = trainer_class(model(), arguments(folder, max_steps=2, **sizes), **data, **options)
     trainer.train()
     return logged(trainer)
 
 
-def plan_for_patches(folder: str) -> Any:
+def plan_for_unusual_data(name: str, folder: str) -> Any:
     as_launched()
     options = {"seconds": 0.3, "stage": "2", "cache": False, "verify": False}
-    options["balance_lengths"] = True
-    return train_on_patches(PoplarTrainer, folder, poplar=PoplarArguments(**options))
+    options["balance_lengths"] = UNUSUAL[name][2]
+    return train_on_unusual_data(name, PoplarTrainer, folder, poplar=PoplarArguments(**options))
 
 
-def test_ranks_are_measured_with_samples_that_are_no_rows(three, tmp_path):
+@pytest.mark.every_combination
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_ranks_are_measured_whatever_the_samples_are(three, tmp_path, name):
     fresh_state()
-    alone = train_on_patches(Trainer, str(tmp_path))
-    for each in three.run(plan_for_patches, str(tmp_path)):
+    alone = train_on_unusual_data(name, Trainer, str(tmp_path))
+    for each in three.run(plan_for_unusual_data, name, str(tmp_path)):
         torch.testing.assert_close(torch.tensor(each), torch.tensor(alone), rtol=1e-4, atol=1e-5)
 
 

@@ -159,3 +159,15 @@ def test_a_report_without_jinja2_is_refused_before_the_job_starts(tmp_path, monk
     with pytest.raises(typer.BadParameter, match="pip install jinja2"):
         watch(["touch", str(started)], html_file=tmp_path / "report.html")
     assert not started.exists()
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_exit_status_of_the_job(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    (tmp_path / "job.py").write_text(JOB)
+    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "store")]
+    with pytest.raises(typer.Exit) as end:
+        watch(command, every=100.0, json_file=tmp_path)
+    assert end.value.exit_code == 3
+    assert "Is a directory" in capsys.readouterr().err

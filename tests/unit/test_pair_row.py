@@ -131,6 +131,17 @@ def test_row_is_read_back_and_public(tmp_path):
     check_is_public(ROW.to_dict())
 
 
+def test_private_text_is_found():
+    for changed in (
+        replace(ROW, emulated="/home/someone"),
+        replace(ROW, versions={"commit": "fix-of-someone"}),
+        replace(ROW, cases=(case(missing={"ddp": "failed: at 10.0.0.7"}),)),
+        replace(ROW, cards=(replace(CARDS[0], links=("GPU-8f6e",)),)),
+    ):
+        with pytest.raises(AssertionError):
+            check_is_public(changed.to_dict())
+
+
 def test_saved_rows_are_public_and_the_page_is_made_of_them():
     for path in pairs.ROWS.glob("*.json"):
         check_is_public(PairRow.from_json(path).to_dict())

@@ -73,14 +73,14 @@ def test_programmes_are_read_as_they_were_written():
 @pytest.mark.parametrize("content", ["whole", None, {"dim": "0", "unit": 1}, {"dim": -1}, 3])
 def test_other_json_is_no_placement(content):
     programme = Programme(ratios=(1,), placements={"x": PARTIAL}, inputs={})
-    with pytest.raises(ValueError, match=r"not a programme of format 3: .*placements\['x'\]"):
+    with pytest.raises(ValueError, match=r"not a programme of format 4: .*placements\['x'\]"):
         Programme.from_dict({**programme.to_dict(), "placements": {"x": content}})
 
 
 def test_files_with_two_placements_of_a_parameter_are_refused():
     content = Programme(ratios=(1,), placements={"weight": REPLICATED}, inputs={}).to_dict()
     older = {**content, "version": 2, "parameters": {"weight": to_json_types(Sharded(0))}}
-    with pytest.raises(ValueError, match="format 2, but this version of Poplar reads format 3"):
+    with pytest.raises(ValueError, match="format 2, but this version of Poplar reads format 4"):
         Programme.from_dict(older)
     with pytest.raises(ValueError, match="parameters is unknown"):
-        Programme.from_dict({**older, "version": 3})
+        Programme.from_dict({**older, "version": 4})

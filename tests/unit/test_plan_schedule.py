@@ -115,6 +115,30 @@ def test_state_counts_a_batch_that_no_step_has_taken_once_a_later_one_is_taken()
     assert found[:9] == [1, 1, 3, 4, 4, 6, 7, 7, 9]
 
 
+def test_an_iteration_that_ends_after_the_next_one_has_begun_leaves_its_batches() -> None:
+    sampler, schedule = HeteroBatchSampler(120, OLD, rank=0), PlanSchedule()
+    loader = DataLoader(Indices(), batch_sampler=sampler, num_workers=2, collate_fn=list)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+        schedule.begin_step()
+    batches = iter(loader)  # has drawn 4 batches before the former iterator is deleted
+    assert sampler.ahead == 4
+    next(batches)
+    schedule.begin_step()
+    assert schedule.first_step(NEW) == 4 + 4
+    assert sampler.state_dict()["step"] == 1
+
+
+def test_an_iteration_of_a_stream_leaves_the_batches_of_the_next_one() -> None:
+    stream = split_stream(range(120), OLD, rank=0)
+    former, later = iter(stream), iter(stream)
+    next(former)
+    next(later)
+    del former
+    assert stream.ahead == 1
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dropped", [{3}, {0, 1, 5}, {6, 7}])
 def test_a_change_of_plan_follows_batches_that_were_skipped(

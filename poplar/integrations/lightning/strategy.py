@@ -31,6 +31,7 @@ from poplar.comm.deadline import WATCHDOG_MARGIN
 from poplar.integrations.exact_values import exact_values
 from poplar.integrations.lightning import batches, checkpoints
 from poplar.integrations.lightning.configuration import (
+    AutocastPrecision,
     OptimizerRecipe,
     StepCounter,
     attach,
@@ -51,6 +52,7 @@ from poplar.integrations.lightning.logged_values import (
 )
 from poplar.integrations.own_dtype import own_dtype
 from poplar.optimizer import HeteroZeroOptimizer
+from poplar.system.devices import describe
 from poplar.tuning.autotune import OPTIONS, tune
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
@@ -300,6 +302,7 @@ class PoplarStrategy(DDPStrategy):
             optimizer._training.checks.loss.expect(
                 self._discarded_loss, "to PoplarStrategy", self._weight
             )
+        self._check_autocast()
         self.optimizers, self.lr_scheduler_configs = [optimizer], schedulers
         rank_zero_info(str(self._plan))
 
@@ -323,6 +326,20 @@ class PoplarStrategy(DDPStrategy):
                 f"{expected}: batch_size {loader.batch_sampler.batch_size} x "
                 f"accumulate_grad_batches {self._accumulated} x {self.world_size} devices; make "
                 "them equal"
+            )
+
+    def _check_autocast(self) -> None:
+        """Check that every device has bf16, for autocast. Collective."""
+        if not isinstance(self.precision_plugin, AutocastPrecision):
+            return
+        control = self.optimizer.control
+        has_bf16 = describe(self.root_device).has_bf16
+        by_rank = control.exchange_objects(has_bf16, what="the precision of the ranks")
+        if not all(by_rank):
+            lacking = [rank for rank, native in enumerate(by_rank) if not native]
+            raise ValueError(
+                f"precision='bf16-mixed', but the devices of rank(s) {lacking} only emulate bf16 "
+                "(compute capability below 8.0); use precision='32-true'"
             )
 
     # The plan.

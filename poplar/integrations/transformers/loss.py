@@ -54,6 +54,11 @@ class TrainerLoss:
         with trainer.compute_loss_context_manager():
             return cast(Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=items))
 
+    def weight(self, inputs: Any) -> float:
+        """What the mean loss of a micro-batch counts. It is asked before the passes of a step."""
+        self._trainer.pass_metrics.restart_step()  # after running out of memory
+        return float(self._trainer.loss_weight(inputs))
+
 
 def items_in(trainer: Any, inputs: Any) -> Tensor | None:
     """The number of items that `Trainer` passes to the loss; None if it passes none."""
@@ -96,13 +101,16 @@ class PassMetrics:
     """Metrics that TRL's trainers collect in `compute_loss`; merged over ranks to be logged.
 
     These trainers gather values over all ranks in every pass. Ranks may run different numbers of
-    passes, so here every rank collects its own, with the weights of its passes.
+    passes, so here every rank collects its own, with the weights of its passes. What a step has
+    collected before it ran out of memory is dropped when it runs again.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._weights: list[float] = []
         self._collects = False
+        self._at_start: tuple[int, dict[str, int], int] = (0, {}, 0)
+        """Passes, values by metric, and tokens that were collected before this step."""
         for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
             original = getattr(trainer.accelerator, name)
             setattr(trainer.accelerator, name, self._unless_collecting(original))
@@ -117,6 +125,9 @@ class PassMetrics:
 
         For other trainers than TRL's it raises there.
         """
+        values = {name: len(values) for name, values in self._metrics().items()}
+        tokens = getattr(self._trainer, "_total_train_tokens", 0)
+        self._at_start = (len(self._weights), values, tokens)
         self._collects = True
         try:
             yield
@@ -135,6 +146,18 @@ class PassMetrics:
         finally:
             own.update(before)
             del self._weights[passes:]
+
+    def restart_step(self) -> None:
+        """Drop what was collected in this step."""
+        passes, values, tokens = self._at_start
+        del self._weights[passes:]
+        metrics = self._metrics()
+        for name in list(metrics):
+            del metrics[name][values.get(name, 0) :]
+            if not metrics[name]:
+                del metrics[name]
+        if hasattr(self._trainer, "_total_train_tokens"):
+            self._trainer._total_train_tokens = tokens
 
     def _metrics(self) -> dict[str, list[float]]:
         """By name, the values of passes that are not logged yet."""

@@ -373,10 +373,11 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         self.model.train()
         self.what_counts.look(inputs)
         with self.pass_metrics.collecting():
+            loss_fn = TrainerLoss(self)
             result = self.optimizer.train_step(
-                TrainerLoss(self),
+                loss_fn,
                 inputs,
-                weight=self.loss_weight,
+                weight=loss_fn.weight,
                 loss="global_mean" if self.what_counts.name == "sum" else "mean",
                 max_norm=self._max_norm(),
                 scaler=self._scaler,

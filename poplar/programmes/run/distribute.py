@@ -111,7 +111,7 @@ def _training(job: DistributedJob, programme: Choice) -> DistributedTraining:
     """The training that is fastest, or runs the given programme."""
     given = _given(job, programme)
     if given is not None:
-        checked = job.exported()
+        checked = job.exported(must=True)
         comm = job.connected(checked, planned=None)
         return ProgrammeTraining(job, comm, checked, given, reason="The programme was given.")
     with new_group(job.process_group, job.timeout, "distribute()") as group:

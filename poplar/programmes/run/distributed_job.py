@@ -18,6 +18,7 @@ from poplar.system.storage import separate_elements
 from poplar.tuning.autotune import TuningJob
 from poplar.values.errors import NotExportable, agreed
 from poplar.values.plan import Plan
+from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.optimizers.granularity import known_granularity
 
 
@@ -41,11 +42,12 @@ class DistributedJob(TuningJob):
         indices = [index % known for index in range(start, start + samples)]
         return pytree.select(self.example, indices or [0])
 
-    def exported(self, cast_to: torch.dtype | None = None) -> CheckedExport:
+    def exported(self, cast_to: torch.dtype | None = None, *, must: bool = False) -> CheckedExport:
         """The graph of the loss of a global batch, which computes what the model does. Collective.
 
         Args:
             cast_to: dtype that the plan computes in; None: not known, or that of the parameters.
+            must: an error of the user's code, or of memory that runs out, is raised as it is.
 
         Raises:
             NotExportable: on all ranks, if one has no such graph, or the ranks have different ones.
@@ -58,6 +60,8 @@ class DistributedJob(TuningJob):
             error = caught
         graph = "" if exported is None else exported.fingerprint
         by_rank = self.control.exchange_objects((_described(error), graph), what="distribute()")
+        if must:
+            raise_on_any_error(self.control, error, doing="distribute()")
         found = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(by_rank) if why), "")
         others = [rank for rank, (_, graph) in enumerate(by_rank) if graph != by_rank[0][1]]
         if others and not found:
