@@ -247,8 +247,8 @@ def train_with_feature(feature: str, plan: poplar.Plan, folder: str) -> Any:
     return trained(PoplarTrainer, feature, folder, SHARES, poplar=PoplarArguments(plan=plan))
 
 
-def train_on_ranks(name: str, plan: poplar.Plan, folder: str) -> Any:
-    trainer = planned(folder, plan, model_of(name))
+def train_on_ranks(name: str, plan: poplar.Plan, folder: str, **options: Any) -> Any:
+    trainer = planned(folder, plan, model_of(name), options=options)
     trainer.train()
     return logged(trainer)
 
