@@ -311,7 +311,7 @@ def written_files():
                 yield pytest.param(given[0].callback, id=label)
 
 
-@pytest.mark.parametrize("check", written_files())
+@pytest.mark.parametrize("check", list(written_files()))
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(check, tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "output", tmp_path):
