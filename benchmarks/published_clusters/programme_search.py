@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from poplar import _core
+from poplar.values.apportionment import apportion
 from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, TensorType
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
 from poplar.programmes.graph.programme import Programme
@@ -58,7 +58,7 @@ def search_costs(costs: Costs, graph: Graph, global_batch: int) -> ClusterCosts:
     rate = seconds / (2.0 * (1.0 - 1.0 / ranks) * _PROBE_BYTES)
     latency = seconds_of(costs.all_reduce(0.0)) / 2.0
     links = Links((rate,) * ranks, (rate,) * ranks, latency)
-    ratios = tuple(_core.apportion(global_batch, speeds(costs)))
+    ratios = tuple(apportion(global_batch, speeds(costs)))
     terms = StepTerms.of(graph, data_parallel(graph, ratios))
     patterns = (pattern_of(graph, o) for o in graph.nodes.values() if o.operator not in LEAVES)
     flops = (1.0 + BACKWARD) * sum(pattern.flops for pattern in patterns)

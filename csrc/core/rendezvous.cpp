@@ -32,10 +32,6 @@ std::int64_t Rendezvous::post(std::int64_t begin, std::int64_t nbytes, bool shar
   return collective;
 }
 
-const Slot& Rendezvous::slot_of(int rank, std::int64_t collective) const {
-  return pages_[rank]->slots[collective % kSlots];
-}
-
 Slot& Rendezvous::slot_of(int rank, std::int64_t collective) {
   return pages_[rank]->slots[collective % kSlots];
 }

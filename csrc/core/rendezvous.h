@@ -44,13 +44,14 @@ class Rendezvous {
   Rendezvous(const std::vector<void*>& memories, int rank);
 
   // Post the data at byte `begin` of this rank's memory; returns the collective's number. All ranks
-  // must have finished the collective `kSlots` before.
+  // must have finished the collective `kSlots` before. A rank that waits for this post sees all
+  // earlier writes to shared memory. `shares_work`: others may reduce chunks of this rank's slice.
   std::int64_t post(std::int64_t begin, std::int64_t nbytes, bool shares_work);
 
+  // The number of collectives that this rank has posted, which is the number of the next one.
   std::int64_t posted() const { return posted_; }
 
   // What a rank has posted for a collective that it has posted.
-  const Slot& slot_of(int rank, std::int64_t collective) const;
   Slot& slot_of(int rank, std::int64_t collective);
 
   // Signal that this rank has written all it had to write into the others' data.
@@ -62,8 +63,8 @@ class Rendezvous {
   // Whether all other ranks have finished it.
   bool is_over(std::int64_t collective) const;
 
-  // Wait for the event on all other ranks, for at most `seconds`; returns the ranks that are
-  // missing.
+  // Wait for the event on all other ranks, for at most `seconds`; returns the missing ranks,
+  // ascending, and none as soon as all are there.
   std::vector<int> wait(Event event, std::int64_t collective, double seconds);
 
  private:

@@ -79,13 +79,14 @@ class Collectives:
         Returns:
             The median of the runs, each on the slowest rank; equal on all ranks.
         """
+        layouts = [Layout.from_shares(numel, shares) for numel in self.numels]
 
         def run() -> None:
             pending: deque[Work] = deque()
-            for numel in self.numels:
+            for layout in layouts:
                 if len(pending) == IN_FLIGHT:
                     pending.popleft().wait()
-                pending.append(issue(self, Layout.from_shares(numel, shares)))
+                pending.append(issue(self, layout))
             for work in pending:
                 work.wait()
 
