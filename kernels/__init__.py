@@ -2,7 +2,7 @@
 
 One operator per file, kernel and launcher. Arithmetic is fp32, and every product and every sum is
 rounded before it is used again (no contraction), so the bits are those of `poplar.ops.plain`.
-Launchers expect checked arguments on the current device; call them through `poplar.ops`.
+Launchers expect what `poplar.ops` documents, on the current device; call them through it.
 """
 
 from .adamw import adamw_

@@ -121,7 +121,7 @@ def adamw_(
     scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """Launch the kernel; arguments must have been checked."""
+    """Launch the kernel."""
     shards = list(zip(values, gradients, means, square_means, rounded, strict=True))
     firsts, tiles = first_tiles([shard[0].numel() for shard in shards], TILE)
     if not tiles:

@@ -44,7 +44,7 @@ def clip_coefficient_kernel(coefficient_ptr, norm_ptr, scale_ptr, max_norm, SCAL
 
 
 def exact_norm(totals: Tensor) -> Tensor:
-    """Launch the kernel; arguments must have been checked."""
+    """Launch the kernel."""
     norm = totals.new_empty((), dtype=torch.float64)
     rows, distance = totals.shape
     exact_norm_kernel[(1,)](
@@ -54,7 +54,7 @@ def exact_norm(totals: Tensor) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float, scale: Tensor | None) -> Tensor:
-    """Launch the kernel; arguments must have been checked."""
+    """Launch the kernel."""
     coefficient = norm.new_empty(())
     clip_coefficient_kernel[(1,)](
         coefficient,

@@ -151,7 +151,7 @@ def encode_(
     first: int,
     key: int,
 ) -> None:
-    """Launch the kernel; arguments must have been checked."""
+    """Launch the kernel."""
     groups = codes.numel() // encoded_bytes(64, bits)
     if groups == 0:
         return
@@ -182,7 +182,7 @@ def decode_sum_(
     accumulate: bool,
     sums: Tensor | None,
 ) -> None:
-    """Launch the kernel; arguments must have been checked."""
+    """Launch the kernel."""
     numel = out.numel()
     if numel == 0:
         return

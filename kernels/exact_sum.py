@@ -40,7 +40,7 @@ def exact_sum_kernel(total_ptr, table_ptr, rows, TILE: tl.constexpr):
 
 
 def exact_sum_(total: Tensor, values: Sequence[Tensor]) -> None:
-    """Launch the kernel; arguments must have been checked."""
+    """Launch the kernel."""
     parts = [part for part in values if part.numel()]
     firsts, tiles = first_tiles([part.numel() for part in parts], TILE)
     if not tiles:

@@ -23,7 +23,7 @@ def block_sums_kernel(sums_ptr, flat_ptr, numel, TILE: tl.constexpr):
 
 
 def block_sums_of_squares(flat: Tensor) -> Tensor:
-    """Launch the kernel; arguments must have been checked."""
+    """Launch the kernel."""
     numel = flat.numel()
     sums = torch.empty(triton.cdiv(numel, 64), dtype=torch.float32, device=flat.device)
     if numel:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from poplar.ops.plain import check_places
+
 TILE = 1024
 """Elements per program: eight for each thread of four warps. Not tuned yet."""
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -135,7 +137,8 @@ def pack_(
     weight: float,
     accumulate: bool,
 ) -> None:
-    """Launch the kernel; arguments must have been checked."""
+    """Launch the kernel."""
+    check_places(bucket, grads, offsets)
     numel = bucket.numel()
     if numel == 0:
         return

@@ -55,7 +55,7 @@ def rank_sum_kernel(
 def rank_sum_(
     out: Tensor, received: Sequence[Tensor], accumulate: bool, sums: Tensor | None
 ) -> None:
-    """Launch the kernel; arguments must have been checked."""
+    """Launch the kernel."""
     numel = out.numel()
     if numel == 0:
         return

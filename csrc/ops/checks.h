@@ -1,15 +1,14 @@
-// Argument checks shared by the CPU and CUDA bindings.
+// Argument checks shared by the CPU and CUDA bindings, so that no operator accesses memory outside
+// of its arguments.
 //
 // Messages name the operator, what was given and what was expected; they reach Python as
-// RuntimeError. The fallbacks in poplar/ops make the same checks with the same messages.
+// RuntimeError.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
 #include <concepts>
 #include <cstdint>
-#include <cstdio>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -30,11 +29,6 @@ using torch::stable::Tensor;
 inline const char* text_of(const char* part) { return part; }
 inline const std::string& text_of(const std::string& part) { return part; }
 inline std::string text_of(std::integral auto part) { return std::to_string(part); }
-inline std::string text_of(double part) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%g", part);
-  return text;
-}
 
 template <typename... Parts>
 void check(bool holds, const Parts&... parts) {
@@ -88,49 +82,6 @@ inline bool overlap(const Tensor& a, const Tensor& b) {
   const auto* first = static_cast<const char*>(a.const_data_ptr());
   const auto* second = static_cast<const char*>(b.const_data_ptr());
   return first < second + b.numel() * b.element_size() && second < first + reach * a.element_size();
-}
-
-using TensorPointers = std::vector<const Tensor*>;
-
-inline TensorPointers pointers_to(const std::vector<Tensor>& tensors) {
-  TensorPointers pointers;
-  for (const Tensor& tensor : tensors) {
-    pointers.push_back(&tensor);
-  }
-  return pointers;
-}
-
-// Checks that what an operator writes overlaps nothing else that it is given. All tensors are
-// contiguous. `name`: the operator and what it writes.
-inline void check_apart(const std::string& name, const TensorPointers& written,
-                        const TensorPointers& read) {
-  struct Extent {
-    std::uintptr_t begin;
-    std::uintptr_t end;
-    bool is_written;
-  };
-  std::vector<Extent> extents;
-  const auto add = [&](const TensorPointers& tensors, bool is_written) {
-    for (const Tensor* tensor : tensors) {
-      const std::size_t bytes = static_cast<std::size_t>(tensor->numel()) * tensor->element_size();
-      if (bytes > 0) {
-        const auto begin = reinterpret_cast<std::uintptr_t>(tensor->const_data_ptr());
-        extents.push_back({begin, begin + bytes, is_written});
-      }
-    }
-  };
-  add(written, true);
-  add(read, false);
-  std::sort(extents.begin(), extents.end(),
-            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
-  std::uintptr_t end = 0;
-  std::uintptr_t written_end = 0;
-  for (const Extent& extent : extents) {
-    check(extent.begin >= (extent.is_written ? end : written_end), name,
-          " must not share memory with another tensor of the call");
-    end = std::max(end, extent.end);
-    written_end = extent.is_written ? std::max(written_end, extent.end) : written_end;
-  }
 }
 
 inline void check_flat(const Tensor& tensor, const char* name) {
@@ -207,7 +158,6 @@ inline Sources check_encode(const Tensor& codes, const std::vector<Tensor>& valu
   Sources sources;
   for (const Tensor& tensor : values) {
     check(same_device(codes, tensor), "encode_: all tensors must be on one device");
-    check(!overlap(tensor, codes), "encode_: values must not share memory with codes");
     sources.add("encode_: values", tensor);
   }
   return sources;
@@ -226,7 +176,6 @@ inline void check_decode_sum(const Tensor& out, const std::vector<Tensor>& recei
     const std::int64_t expected = (out.numel() + kGroup - 1) / kGroup * group_bytes(bits);
     check(part.numel() == expected, "decode_sum_: ", out.numel(), " elements take ", expected,
           " bytes, but a part has ", part.numel());
-    check(!overlap(part, out), "decode_sum_: received must not share memory with out");
   }
 }
 
@@ -241,37 +190,17 @@ inline void check_rank_sum(const std::string& name, const Tensor& out,
     check(part.scalar_type() == received[0].scalar_type(), name, ": all parts must have one dtype");
     check(part.numel() == out.numel(), name, ": each part must hold ", out.numel(),
           " elements, as out does, got ", part.numel());
-    const bool is_out =
-        part.const_data_ptr() == out.const_data_ptr() && part.scalar_type() == out.scalar_type();
-    check(is_out || !overlap(part, out), name, ": received must not share memory with out in part");
   }
   check(dtype_of(out, (name + ": out").c_str()) == Dtype::kFloat, name, ": out must be float32");
-}
-
-// `WorkCounters`: what the operator keeps in them.
-template <typename WorkCounters>
-void check_work_counters(const Tensor& work_counters, const Tensor& out,
-                         const std::vector<Tensor>& received, const std::optional<Tensor>& sums) {
-  check_flat(work_counters, "rank_sum_chunks_: work_counters");
-  const auto address = reinterpret_cast<std::uintptr_t>(work_counters.const_data_ptr());
-  check(work_counters.element_size() == 1 &&
-            work_counters.numel() == static_cast<std::int64_t>(sizeof(WorkCounters)) &&
-            address % alignof(WorkCounters) == 0,
-        "rank_sum_chunks_: work_counters must hold ", sizeof(WorkCounters),
-        " bytes at an address that is a multiple of ", alignof(WorkCounters));
-  TensorPointers others = pointers_to(received);
-  others.push_back(&out);
-  others.push_back(sums ? &*sums : &out);
-  check_apart("rank_sum_chunks_: work_counters", {&work_counters}, others);
 }
 
 // The number of 64-element blocks.
 inline std::int64_t blocks_of(std::int64_t numel) { return (numel + 63) / 64; }
 
 // The output of an operator for the block sums of squares of `flat`, its result; null if none was
-// requested. `received`: what the operator reads.
+// requested.
 inline float* sums_of(const std::string& name, const Tensor& flat,
-                      const std::vector<Tensor>& received, const std::optional<Tensor>& sums) {
+                      const std::optional<Tensor>& sums) {
   if (!sums) {
     return nullptr;
   }
@@ -280,9 +209,6 @@ inline float* sums_of(const std::string& name, const Tensor& flat,
             sums->numel() == blocks_of(flat.numel()),
         name, ": sums must be float32 on the same device and hold ", blocks_of(flat.numel()),
         " elements, one for each 64");
-  TensorPointers others = pointers_to(received);
-  others.push_back(&flat);
-  check_apart(name + ": sums", {&*sums}, others);
   return static_cast<float*>(sums->mutable_data_ptr());
 }
 
@@ -296,7 +222,6 @@ inline void check_exact_sum(const Tensor& total, const std::vector<Tensor>& valu
           "exact_sum_: values must be float32");
     check(same_device(total, part), "exact_sum_: total and values must be on one device");
   }
-  check_apart("exact_sum_: total", {&total}, pointers_to(values));
 }
 
 inline void check_exact_norm(const Tensor& totals) {
@@ -334,11 +259,7 @@ inline void check_adamw(const std::vector<Tensor>& values, const std::vector<Ten
   }
   check(rules.size() == values.size() * kRuleNumbers, "adamw_: expected ", kRuleNumbers,
         " numbers for each of ", values.size(), " tensors, got ", rules.size());
-  TensorPointers read = pointers_to(gradients);
-  TensorPointers written;
   for (std::size_t i = 0; i < values.size(); ++i) {
-    const double step = rules[i * kRuleNumbers + 5];
-    check(step >= 1.0, "adamw_: step must be at least 1, got ", step);
     for (const Tensor* tensor : {&values[i], &gradients[i], &means[i], &square_means[i]}) {
       check_adamw_tensor(values[i], *tensor);
       check(tensor->scalar_type() == torch::headeronly::ScalarType::Float,
@@ -349,17 +270,14 @@ inline void check_adamw(const std::vector<Tensor>& values, const std::vector<Ten
       check_adamw_tensor(values[i], rounded[i]);
       dtype_of(rounded[i], "adamw_: rounded");
     }
-    written.insert(written.end(), {&values[i], &means[i], &square_means[i], &rounded[i]});
   }
   for (const std::optional<Tensor>* scalar : {&scale, &found_inf}) {
     if (*scalar && !values.empty()) {
       check((*scalar)->numel() == 1 && same_device(**scalar, values[0]) &&
                 (*scalar)->scalar_type() == torch::headeronly::ScalarType::Float,
             "adamw_: scale and found_inf must be single float32 elements on the same device");
-      read.push_back(&**scalar);
     }
   }
-  check_apart("adamw_: values, state and rounded", written, read);
 }
 
 // The value of a single element in host memory.
@@ -375,8 +293,6 @@ inline void check_copy(const Tensor& target, const Tensor& source) {
         "copy_: target and source must have one dtype");
   check(target.numel() == source.numel(), "copy_: target has ", target.numel(),
         " elements, source ", source.numel());
-  check(target.const_data_ptr() == source.const_data_ptr() || !overlap(target, source),
-        "copy_: target and source must not share memory in part");
 }
 
 }  // namespace poplar

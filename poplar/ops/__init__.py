@@ -7,8 +7,9 @@ providers give the same bits: arithmetic is fp32, every product and every sum is
 is used again, narrowing rounds to nearest even, and sums have a fixed order. Only the payload of a
 NaN is undefined, as in PyTorch itself.
 
-Every operator raises a RuntimeError that names what is wrong for other dtypes, sizes, layouts and
-devices than it documents, and for memory that overlaps in part.
+The C++ operators raise a RuntimeError that names what is wrong for other dtypes, sizes, layouts
+and devices than documented. The others rely on their callers. All refuse gradients to pack that are
+in the bucket's memory at another place than their own.
 
 Under `torch.compile` each operator is a node of the graph. As with PyTorch's own operators, a
 changed Python number (a weight, a learning rate, a step) compiles a new graph, so compile the code
@@ -104,8 +105,7 @@ def pack_(
         accumulate: add to the bucket, and leave gaps unchanged.
 
     Raises:
-        RuntimeError: offsets that overlap or exceed the bucket, a gradient at another offset of the
-            bucket's memory, another dtype or device.
+        RuntimeError: a gradient is in the bucket's memory at another offset.
     """
     with torch.no_grad():
         torch.ops.poplar.pack_(bucket, grads, offsets, weight, accumulate)

@@ -208,14 +208,15 @@ def test_every_case_gives_the_bits_of_plain_pytorch(cuda, case):
 
 @pytest.mark.parametrize("sizes", [[0, 1, 2, 3], [9], [0] * 700 + [65], [1], [100, 0, 70]])
 @pytest.mark.parametrize("count", [SEGMENTS, SEGMENTS + 1, 3 * SEGMENTS])
-def test_pack_of_more_tensors_than_one_launch_holds(cuda, sizes, count):
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_pack_of_more_tensors_than_one_launch_holds(cuda, sizes, count, accumulate):
     draw = Draw(count, "cpu")
     grads = [draw.values(sizes[i % len(sizes)], torch.float32) for i in range(count)]
     offsets, end = [], 0
     for i, grad in enumerate(grads):
         offsets.append(end + i % 3)
         end = offsets[-1] + grad.numel()
-    cuda.check("pack_", torch.empty(end + 5), grads, offsets, 0.5, False)
+    cuda.check("pack_", torch.ones(end + 5), grads, offsets, 0.5, accumulate)
 
 
 @pytest.mark.parametrize("ranks", [256, 257, 600])

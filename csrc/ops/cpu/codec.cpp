@@ -158,7 +158,7 @@ void decode_sum_(Tensor out, std::vector<Tensor> received, std::int64_t bits, bo
                   out.mutable_data_ptr(),
                   out.numel(),
                   accumulate,
-                  sums_of("decode_sum_", out, received, sums)};
+                  sums_of("decode_sum_", out, sums)};
   for (const Tensor& part : received) {
     call.ranks.push_back(static_cast<const std::uint8_t*>(part.const_data_ptr()));
   }

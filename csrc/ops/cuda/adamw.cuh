@@ -31,44 +31,26 @@ POPLAR_HOST_DEVICE bool is_aligned(const Shard& shard) {
 }
 
 // Takes over what was written to the low-precision copy since the last step.
-template <int kCount, typename Low>
-__device__ void take_written(float (&values)[kCount], const Low* rounded, std::int64_t count,
-                             bool aligned) {
-  float low[kCount];
-  load(low, rounded, count, aligned);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    values[i] = value_behind<Low>(values[i], low[i]);
-  }
-}
-
 template <int kCount>
 __device__ void take_written(const Shard& shard, std::int64_t first, float (&values)[kCount],
                              std::int64_t count) {
-  switch (shard.dtype) {
-    case Dtype::kFloat:
-      return take_written(values, static_cast<const float*>(shard.rounded) + first, count,
-                          shard.aligned);
-    case Dtype::kBFloat16:
-      return take_written(values, static_cast<const BFloat16*>(shard.rounded) + first, count,
-                          shard.aligned);
-    case Dtype::kHalf:
-      return take_written(values, static_cast<const Half*>(shard.rounded) + first, count,
-                          shard.aligned);
-  }
+  dispatch(shard.dtype, [&](auto* type) {
+    using Low = std::remove_pointer_t<decltype(type)>;
+    float low[kCount];
+    load(low, static_cast<const Low*>(shard.rounded) + first, count, shard.aligned);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      values[i] = value_behind<Low>(values[i], low[i]);
+    }
+  });
 }
 
 template <int kCount>
 __device__ void store_rounded(const Shard& shard, std::int64_t first, const float (&values)[kCount],
                               std::int64_t count) {
-  switch (shard.dtype) {
-    case Dtype::kFloat:
-      return store(static_cast<float*>(shard.rounded) + first, values, count, shard.aligned);
-    case Dtype::kBFloat16:
-      return store(static_cast<BFloat16*>(shard.rounded) + first, values, count, shard.aligned);
-    case Dtype::kHalf:
-      return store(static_cast<Half*>(shard.rounded) + first, values, count, shard.aligned);
-  }
+  dispatch(shard.dtype, [&](auto* type) {
+    store(static_cast<decltype(type)>(shard.rounded) + first, values, count, shard.aligned);
+  });
 }
 
 // `scale` and `found_inf` are scalars on the device, so the host does not wait for them. Each may

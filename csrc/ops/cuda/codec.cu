@@ -20,7 +20,7 @@ void encode_(Tensor codes, std::vector<Tensor> values, std::vector<std::int64_t>
 void decode_sum_(Tensor out, std::vector<Tensor> received, std::int64_t bits, bool accumulate,
                  std::optional<Tensor> sums) {
   check_decode_sum(out, received, bits, sums);
-  float* blocks = sums_of("decode_sum_", out, received, sums);
+  float* blocks = sums_of("decode_sum_", out, sums);
   const OnDevice device(out);
   std::vector<const std::uint8_t*> parts;
   for (const Tensor& part : received) {

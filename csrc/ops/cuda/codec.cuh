@@ -142,14 +142,10 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     return run(staged, 1.0f);
   }
-  switch (table.dtypes[segment]) {
-    case Dtype::kFloat:
-      return run(static_cast<const float*>(table.data[segment]) + start, weight);
-    case Dtype::kBFloat16:
-      return run(static_cast<const BFloat16*>(table.data[segment]) + start, weight);
-    case Dtype::kHalf:
-      return run(static_cast<const Half*>(table.data[segment]) + start, weight);
-  }
+  dispatch(table.dtypes[segment], [&](auto* type) {
+    run(static_cast<const std::remove_pointer_t<decltype(type)>*>(table.data[segment]) + start,
+        weight);
+  });
 }
 
 template <int kBits>

@@ -37,14 +37,9 @@ struct MixedTile {
 
   __device__ void piece(std::int64_t segment, std::int64_t start, std::int64_t begin,
                         std::int64_t end) const {
-    switch (table.dtypes[segment]) {
-      case Dtype::kFloat:
-        return run<float>(table.data[segment], start, begin, end);
-      case Dtype::kBFloat16:
-        return run<BFloat16>(table.data[segment], start, begin, end);
-      case Dtype::kHalf:
-        return run<Half>(table.data[segment], start, begin, end);
-    }
+    dispatch(table.dtypes[segment], [&](auto* type) {
+      run<std::remove_pointer_t<decltype(type)>>(table.data[segment], start, begin, end);
+    });
   }
 };
 
@@ -115,19 +110,11 @@ __global__ void __launch_bounds__(kThreads)
   if (segment < 0) {
     return pack_mixed<Bucket, kAccumulate>(bucket, table, weight, tile, aligned);
   }
-  const auto run = [&](auto* type) {
+  dispatch(table.dtypes[segment], [&](auto* type) {
     using Gradient = std::remove_pointer_t<decltype(type)>;
     pack_whole<Bucket, Gradient, kAccumulate>(
         bucket, static_cast<const Gradient*>(table.data[segment]) + start, weight, tile, aligned);
-  };
-  switch (table.dtypes[segment]) {
-    case Dtype::kFloat:
-      return run(static_cast<float*>(nullptr));
-    case Dtype::kBFloat16:
-      return run(static_cast<BFloat16*>(nullptr));
-    case Dtype::kHalf:
-      return run(static_cast<Half*>(nullptr));
-  }
+  });
 }
 
 template <typename Bucket>

@@ -9,7 +9,7 @@ void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
                std::optional<Tensor> sums) {
   check_rank_sum("rank_sum_", out, received);
   const std::int64_t numel = out.numel();
-  float* blocks = sums_of("rank_sum_", out, received, sums);
+  float* blocks = sums_of("rank_sum_", out, sums);
   if (numel == 0) {
     return;
   }
