@@ -60,22 +60,6 @@ double cheapest_simple_cover(const Parts& first, const Parts& usual, const Parts
   return cheapest;
 }
 
-// Parts that waste at most `most_waste`, in the order of their waste. A part of size m costs at
-// least m times the best rate; the cost beyond that is its waste.
-std::vector<std::pair<double, std::int64_t>> economical(const std::vector<std::int64_t>& sizes,
-                                                        const std::vector<double>& costs,
-                                                        double rate, double most_waste) {
-  std::vector<std::pair<double, std::int64_t>> found;
-  for (std::size_t part = 0; part < sizes.size(); ++part) {
-    const double waste = costs[part] - rate * static_cast<double>(sizes[part]);
-    if (waste <= most_waste) {
-      found.emplace_back(waste, sizes[part]);
-    }
-  }
-  std::sort(found.begin(), found.end());
-  return found;
-}
-
 // Sizes of a pass, up to `end`, whose seconds lie on a line. For each number of samples the best of
 // them leaves the samples before it with the least `rest - slope * samples`: the minimum of a
 // window that slides by one sample. So a table costs as much as the curve has straight pieces.
@@ -237,7 +221,12 @@ std::pair<double, std::vector<std::int64_t>> cheapest_cover(
       added[size] = size;
     }
   }
-  const auto some = economical(sizes, costs, rate, kNever);
+  // A part of size m costs at least m times the best rate; the cost beyond that is its waste.
+  std::vector<std::pair<double, std::int64_t>> some;
+  for (std::size_t part = 0; part < sizes.size(); ++part) {
+    some.emplace_back(costs[part] - rate * static_cast<double>(sizes[part]), sizes[part]);
+  }
+  std::sort(some.begin(), some.end());
   std::vector<double> ends(total, kNever);  // the least waste of a last part of up to so many
   for (std::int64_t held = 1; held < total; ++held) {
     ends[held] = std::min(ends[held - 1], last.cost(held) - rate * static_cast<double>(held));

@@ -1,12 +1,16 @@
-// When operators use streaming stores, and such stores of whole cache lines.
+// Non-temporal stores, which bypass the caches: for data that is written once and read much later.
+//
+// A normal store into a line that is not cached reads the line from memory first, so a copy moves
+// three bytes for every two. On two cores of an EPYC, copies of 64 MiB reach 45 to 50 GB/s with
+// streaming stores and 34 GB/s without.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "parallel.h"
-#include "poplar/stream.h"
 
-#ifdef POPLAR_WIDE
+#ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
@@ -16,11 +20,35 @@ namespace poplar {
 // cache has evicted it.
 constexpr std::int64_t kStreamBytes = std::int64_t{4} << 20;
 
+// The size of a streaming store, and the alignment of its target.
+constexpr std::int64_t kStreamWidth = 16;
+
 // The size of a cache line.
 constexpr std::int64_t kLine = 64;
 
 inline bool can_stream(const void* target, std::int64_t bytes) {
-  return bytes >= kStreamBytes && is_stream_target(target);
+#ifdef __SSE2__
+  return bytes >= kStreamBytes && reinterpret_cast<std::uintptr_t>(target) % kStreamWidth == 0;
+#else
+  (void)target;
+  (void)bytes;
+  return false;
+#endif
+}
+
+// `target` and `bytes` must be multiples of kStreamWidth.
+inline __attribute__((always_inline)) void stream(void* target, const void* source,
+                                                  std::int64_t bytes) {
+#ifdef __SSE2__
+  char* to = static_cast<char*>(target);
+  const char* from = static_cast<const char*>(source);
+  for (std::int64_t i = 0; i < bytes; i += kStreamWidth) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+  }
+#else
+  std::memcpy(target, source, static_cast<std::size_t>(bytes));
+#endif
 }
 
 #ifdef POPLAR_WIDE
@@ -35,5 +63,12 @@ POPLAR_WIDE inline __attribute__((always_inline)) void stream_lines(void* target
   }
 }
 #endif
+
+// To call after streaming, on the same thread: later stores become visible after the streamed ones.
+inline void end_streaming() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
 
 }  // namespace poplar
