@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,158 +48,89 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Implementation:
     return Implementation(Kernels(ctypes.CDLL(str(library))))
 
 
-def address(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def as_c(value: Any) -> Any:
+    """A C argument. A list becomes an array of its elements, whose numbers are doubles."""
+    match value:
+        case None | Tensor():
+            return ctypes.c_void_p(None if value is None else value.data_ptr())
+        case torch.dtype():
+            return ctypes.c_uint8(CODES[value])
+        case bool():
+            return ctypes.c_bool(value)
+        case int():
+            return ctypes.c_int64(value)
+        case float():
+            return ctypes.c_float(value)
+    if value and isinstance(value[0], float):
+        return (ctypes.c_double * len(value))(*value)
+    elements = list(map(as_c, value))
+    kind = type(elements[0]) if elements else ctypes.c_void_p
+    return (kind * len(elements))(*(element.value for element in elements))
 
 
-def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(address(tensor).value for tensor in tensors))
-
-
-def longs(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(values))(*values)
-
-
-def code(dtype: torch.dtype) -> ctypes.c_uint8:
-    return ctypes.c_uint8(CODES[dtype])
-
-
-def tables(tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[object]:
-    """Many tensors as C arguments: count, offsets, numels, addresses, dtypes."""
-    return [
-        ctypes.c_int64(len(tensors)),
-        longs(offsets),
-        longs([tensor.numel() for tensor in tensors]),
-        (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors)),
-        (ctypes.c_uint8 * len(tensors))(*(CODES[tensor.dtype] for tensor in tensors)),
-    ]
+def tables(tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Any]:
+    """Many tensors as arguments: count, offsets, numels, addresses, dtypes."""
+    numels, dtypes = [each.numel() for each in tensors], [each.dtype for each in tensors]
+    return [len(tensors), offsets, numels, tensors, dtypes]
 
 
 class Kernels:
     """The kernels, with the arguments of the operators."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.library = library
+        self._library = library
+
+    def _call(self, kernel: str, *arguments: Any) -> None:
+        getattr(self._library, kernel)(*map(as_c, arguments))
 
     def pack_(
-        self,
-        bucket: Tensor,
-        grads: Sequence[Tensor],
-        offsets: Sequence[int],
-        weight: float,
-        accumulate: bool,
+        self, bucket: Tensor, grads: Any, offsets: Any, weight: float, accumulate: bool
     ) -> None:
-        grads = [grad.contiguous() for grad in grads]
-        self.library.pack(
-            code(bucket.dtype),
-            address(bucket),
-            ctypes.c_int64(bucket.numel()),
-            *tables(grads, offsets),
-            ctypes.c_float(weight),
-            ctypes.c_bool(accumulate),
-        )
+        listed = tables([grad.contiguous() for grad in grads], offsets)
+        self._call("pack", bucket.dtype, bucket, bucket.numel(), *listed, weight, accumulate)
 
-    def rank_sum_(
-        self, out: Tensor, parts: Sequence[Tensor], accumulate: bool, sums: Tensor | None
-    ) -> None:
-        begun = torch.full((out.numel(),), -1.0)
-        self.library.rank_sum(
-            code(parts[0].dtype),
-            address(out),
-            address(sums),
-            addresses(parts),
-            ctypes.c_int64(len(parts)),
-            address(begun),
-            ctypes.c_int64(out.numel()),
-            ctypes.c_bool(accumulate),
-        )
+    def rank_sum_(self, out: Tensor, parts: Any, accumulate: bool, sums: Tensor | None) -> None:
+        listed = parts, len(parts), torch.full((out.numel(),), -1.0)
+        self._call("rank_sum", parts[0].dtype, out, sums, *listed, out.numel(), accumulate)
 
     def encode_(
-        self,
-        codes: Tensor,
-        values: Sequence[Tensor],
-        offsets: Sequence[int],
-        weight: float,
-        bits: int,
-        first: int,
-        key: int,
+        self, codes: Tensor, values: Any, offsets: Any, weight: float, bits: int, *place: int
     ) -> None:
-        values = [tensor.contiguous() for tensor in values]
-        self.library.encode(
-            ctypes.c_int64(bits),
-            address(codes),
-            ctypes.c_int64(codes.numel() // codec.encoded_bytes(64, bits)),
-            *tables(values, offsets),
-            ctypes.c_float(weight),
-            ctypes.c_int64(first),
-            ctypes.c_int64(key),
-        )
+        groups = codes.numel() // codec.encoded_bytes(64, bits)
+        listed = tables([tensor.contiguous() for tensor in values], offsets)
+        self._call("encode", bits, codes, groups, *listed, weight, *place)
 
     def decode_sum_(
-        self,
-        out: Tensor,
-        received: Sequence[Tensor],
-        bits: int,
-        accumulate: bool,
-        sums: Tensor | None,
+        self, out: Tensor, received: Any, bits: int, accumulate: bool, sums: Tensor | None
     ) -> None:
-        self.library.decode_sum(
-            ctypes.c_int64(bits),
-            code(out.dtype),
-            address(out),
-            address(sums),
-            addresses(received),
-            ctypes.c_int64(len(received)),
-            ctypes.c_int64(out.numel()),
-            ctypes.c_bool(accumulate),
-        )
+        listed = received, len(received), out.numel()
+        self._call("decode_sum", bits, out.dtype, out, sums, *listed, accumulate)
 
     def block_sums_of_squares(self, flat: Tensor) -> Tensor:
         sums = new_sums(flat.numel())
-        numel = ctypes.c_int64(flat.numel())
-        self.library.block_sums(code(flat.dtype), address(sums), address(flat), numel)
+        self._call("block_sums", flat.dtype, sums, flat, flat.numel())
         return sums
 
-    def exact_sum_(self, total: Tensor, values: Sequence[Tensor]) -> None:
-        numels = longs([part.numel() for part in values])
-        count = ctypes.c_int64(len(values))
-        self.library.exact_sum(address(total), count, addresses(values), numels)
+    def exact_sum_(self, total: Tensor, values: Any) -> None:
+        self._call("exact_sum", total, len(values), values, [part.numel() for part in values])
 
     def exact_norm(self, totals: Tensor) -> Tensor:
         norm = torch.zeros((), dtype=torch.float64)
-        sizes = map(ctypes.c_int64, totals.shape)
-        self.library.exact_norm(address(norm), address(totals), *sizes)
+        self._call("exact_norm", norm, totals, *totals.shape)
         return norm
 
     def clip_coefficient(self, norm: Tensor, max_norm: float, scale: Tensor | None) -> Tensor:
         found = torch.zeros_like(norm)
-        bound = ctypes.c_float(max_norm)
-        self.library.clip_coefficient(address(found), address(norm), address(scale), bound)
+        self._call("clip_coefficient", found, norm, scale, max_norm)
         return found
 
-    def adamw_(
-        self,
-        values: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        means: Sequence[Tensor],
-        square_means: Sequence[Tensor],
-        rounded: Sequence[Tensor],
-        numbers: Sequence[float],
-        scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        count = len(values)
+    def adamw_(self, *arguments: Any) -> None:
+        *lists, rounded, numbers, scale, found_inf = arguments
+        values, dtypes = lists[0], [tensor.dtype for tensor in rounded]
         low = [tensor if tensor.numel() else None for tensor in rounded]
-        shards = zip(values, gradients, means, square_means, low, strict=True)
-        self.library.adamw(
-            ctypes.c_int64(count),
-            addresses(list(chain.from_iterable(shards))),
-            (ctypes.c_uint8 * count)(*(CODES[tensor.dtype] for tensor in rounded)),
-            longs([tensor.numel() for tensor in values]),
-            (ctypes.c_double * len(numbers))(*numbers),
-            address(scale),
-            address(found_inf),
-        )
+        shards = list(chain.from_iterable(zip(*lists, low, strict=True)))
+        numels = [tensor.numel() for tensor in values]
+        self._call("adamw", len(values), shards, dtypes, numels, numbers, scale, found_inf)
 
 
 @pytest.mark.parametrize("case", CASES)
