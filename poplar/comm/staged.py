@@ -19,7 +19,14 @@ from torch import Tensor
 
 from poplar import ops
 from poplar.comm.bucket import Bucket, Codec, Reduction
-from poplar.comm.communicator import CachedBytes, Communicator, Splits, Work, own_slice
+from poplar.comm.communicator import (
+    CachedBytes,
+    CallbackWork,
+    Communicator,
+    Splits,
+    Work,
+    own_slice,
+)
 from poplar.comm.host_buffers import HostBuffers, record
 from poplar.comm.shard_layout import Layout
 
@@ -116,11 +123,11 @@ class StagedCommunicator(Communicator):
     def _issue(
         self, device: torch.device, start: Callable[[], Work], finish: Callable[[], None]
     ) -> Work:
-        work = _StagedWork(record(device), start, finish, self._start_until)
+        work = _StagedWork(record(device), start, self._start_until)
         self._not_started.append(work)
         while self._not_started and self._not_started[0].is_copied:
             self._not_started.popleft().start()
-        return work
+        return CallbackWork(work, finish)
 
     def _start_until(self, work: _StagedWork) -> None:
         """Start this collective and all earlier ones; waits for their copies."""
@@ -135,15 +142,12 @@ class _StagedWork:
         self,
         copied: torch.cuda.Event | None,
         start: Callable[[], Work],
-        finish: Callable[[], None],
         start_until: Callable[[_StagedWork], None],
     ) -> None:
         """`copied`: the data is on the host after this event; None: it is there already."""
-        self._copied, self._start, self._finish = copied, start, finish
-        self._start_until = start_until
+        self._copied, self._start, self._start_until = copied, start, start_until
         self._work: Work | None = None
         self._error: Exception | None = None
-        self._is_finished = False
 
     @property
     def is_copied(self) -> bool:
@@ -171,8 +175,4 @@ class _StagedWork:
         if self._work is None:
             assert self._error is not None
             raise self._error
-        waited = self._work.wait()
-        if not self._is_finished:
-            self._finish()  # again, if memory runs out in it
-            self._is_finished = True
-        return waited
+        return self._work.wait()
