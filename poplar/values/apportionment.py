@@ -25,7 +25,7 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
         raise ValueError(
             f"weights must be finite and at least 0, and one of them above 0, got {list(weights)}"
         )
-    ratios = [weight.as_integer_ratio() for weight in weights]
+    ratios = [float(weight).as_integer_ratio() for weight in weights]
     common = max(denominator for _, denominator in ratios)  # all are powers of 2
     scaled = [numerator * (common // denominator) for numerator, denominator in ratios]
     together = sum(scaled)
