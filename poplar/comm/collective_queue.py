@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -77,6 +78,20 @@ class CollectiveQueue:
             before_wait=lambda: self._finish_earlier(position),
         )
 
+    @contextmanager
+    def after_a_call(self) -> Iterator[None]:
+        """A context for the rest of a collective of several calls, once the first has been made.
+
+        After an error, as of a sum that runs out of memory, the collective cannot be issued again:
+        the other ranks would take its first call for the next one.
+        """
+        try:
+            yield
+        except BaseException as error:
+            rank = self.group.name
+            self.group.abort(f"rank {rank} failed between two calls of one collective: {error!r}")
+            raise
+
     def chain(
         self, first: Work, then: Callable[[], Work], device: torch.device, position: int
     ) -> Work:
@@ -85,8 +100,9 @@ class CollectiveQueue:
         On devices that is at once, because only the current stream waits.
         """
         if not self.group.is_on_host(device):
-            first.wait()
-            return then()
+            with self.after_a_call():
+                first.wait()
+                return then()
         chained = _ChainedWork(first, then, lambda: self._finish_earlier(position + 1))
         self._unfinished[position] = chained
         return chained

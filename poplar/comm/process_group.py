@@ -154,8 +154,12 @@ def _reduce_natively(queue: CollectiveQueue, reduction: Reduction) -> Work:
         sums = None if squares is None else squares[blocks]
         piece = replace(reduction, out=out[begin : begin + step], squares=sums)
         received = buffers[number % 2][: size * on_wire(piece.out.numel())]
-        issued = _issue_piece(queue, piece, received, parts if step < largest else None)
-        if work is not None:
+        issue = partial(_issue_piece, queue, piece, received, parts if step < largest else None)
+        if work is None:
+            work = issue()
+            continue
+        with queue.after_a_call():
+            issued = issue()
             work.wait()
         work = issued
     assert work is not None

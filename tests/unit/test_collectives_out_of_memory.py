@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from poplar import ops
 from poplar.comm import Bucket, Codec, Communicator, Group, process_group
 from poplar.comm.communicator import Splits
 from poplar.comm.hierarchy.transport import HierarchicalCommunicator
@@ -63,7 +64,7 @@ def connect(name: str, group: Group) -> Communicator:
     if name != "hierarchical":
         return ProcessGroupCommunicator(group)
     hosts = Hosts.of("abab")
-    host_group = replace(of_ranks((1, 3)), names=(1, 3))
+    host_group = replace(of_ranks((1, 3)), names=(1, 3), failures=group.failures)
     return HierarchicalCommunicator(group, hosts, host_group)
 
 
@@ -122,6 +123,27 @@ def test_no_call_is_made_twice(
                 if not limit.failed:
                     break
     assert failures > 3
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_sum_without_memory_between_two_calls_ends_the_group(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums of plain PyTorch allocate, as on cards for which no kernels were built."""
+    monkeypatch.setattr(process_group, "RECEIVED_BYTES", 1024)  # a reduction is several calls
+    monkeypatch.setattr(ops, "rank_sum_", plain.rank_sum_)
+    bucket, ended = Bucket(torch.ones(LAYOUT.numel), LAYOUT, Codec()), 0
+    for number in range(100):
+        with fake_group(1, 4) as group:
+            comm, out = connect(name, group), torch.zeros(LAYOUT.size(1))
+            with calls() as made, suppress(torch.OutOfMemoryError):
+                with OutOfMemoryAt(number) as limit:
+                    comm.reduce_scatter(bucket, out, accumulate=False, what="it")
+            if not limit.failed:
+                break
+            assert bool(group.failures) == bool(made), number
+            ended += bool(made)
+    assert ended > 0
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -116,7 +116,9 @@ class HierarchicalCommunicator(Communicator):
         if self.group.is_on_host(device):
             return steps()
         with stream.steps(device, *used) as work:
-            steps().wait()
+            last = steps()
+            with self._between.after_a_call():
+                last.wait()
         return work
 
     def _reduce(self, reduction: Reduction) -> Work:
