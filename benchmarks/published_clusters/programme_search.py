@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from poplar.values.apportionment import apportion
 from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, TensorType
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
 from poplar.programmes.graph.programme import Programme
@@ -16,6 +15,7 @@ from poplar.programmes.search.costs import ClusterCosts, Links, RankSeconds
 from poplar.programmes.search.search import fastest_in
 from poplar.programmes.search.space import SearchSpace
 from poplar.programmes.search.step_terms import StepTerms, divided_units, parts_of
+from poplar.values.apportionment import apportion
 from published_clusters.costs import BACKWARD, Costs, Transfer, seconds_of
 from published_clusters.data_parallel import speeds
 from published_clusters.layer import Layer

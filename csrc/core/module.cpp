@@ -1,5 +1,5 @@
-// Python bindings of csrc/core (poplar._core): the contracts are in its headers. They need no torch,
-// so they build everywhere.
+// Python bindings of csrc/core (poplar._core): the contracts are in its headers. They need no
+// torch, so they build everywhere.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -136,9 +136,9 @@ def test_a_sum_without_memory_between_two_calls_ends_the_group(
     for number in range(100):
         with fake_group(1, 4) as group:
             comm, out = connect(name, group), torch.zeros(LAYOUT.size(1))
-            with calls() as made, suppress(torch.OutOfMemoryError):
-                with OutOfMemoryAt(number) as limit:
-                    comm.reduce_scatter(bucket, out, accumulate=False, what="it")
+            limit = OutOfMemoryAt(number)
+            with calls() as made, suppress(torch.OutOfMemoryError), limit:
+                comm.reduce_scatter(bucket, out, accumulate=False, what="it")
             if not limit.failed:
                 break
             assert bool(group.failures) == bool(made), number

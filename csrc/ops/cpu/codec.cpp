@@ -154,11 +154,8 @@ void encode_(Tensor codes, std::vector<Tensor> values, std::vector<std::int64_t>
 void decode_sum_(Tensor out, std::vector<Tensor> received, std::int64_t bits, bool accumulate,
                  std::optional<Tensor> sums) {
   check_decode_sum(out, received, bits, sums);
-  DecodeCall call{{},
-                  out.mutable_data_ptr(),
-                  out.numel(),
-                  accumulate,
-                  sums_of("decode_sum_", out, sums)};
+  DecodeCall call{
+      {}, out.mutable_data_ptr(), out.numel(), accumulate, sums_of("decode_sum_", out, sums)};
   for (const Tensor& part : received) {
     call.ranks.push_back(static_cast<const std::uint8_t*>(part.const_data_ptr()));
   }
