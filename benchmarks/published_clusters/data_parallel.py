@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from poplar.values.apportionment import apportion
+from poplar import _core
 from published_clusters.costs import Costs
 from published_clusters.decision import Decision, Decisions
 from published_clusters.layer import Layer, groups
@@ -36,5 +36,5 @@ def speeds(costs: Costs) -> list[float]:
 
 def batch_shares(global_batch: int, weights: Sequence[float]) -> tuple[float, ...]:
     """Parts of the batch that are whole samples."""
-    samples = apportion(global_batch, list(weights))
+    samples = _core.apportion(global_batch, list(weights))
     return tuple(count / global_batch for count in samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from poplar import _core
 from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, TensorType
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
 from poplar.programmes.graph.programme import Programme
@@ -15,7 +16,6 @@ from poplar.programmes.search.costs import ClusterCosts, Links, RankSeconds
 from poplar.programmes.search.search import fastest_in
 from poplar.programmes.search.space import SearchSpace
 from poplar.programmes.search.step_terms import StepTerms, divided_units, parts_of
-from poplar.values.apportionment import apportion
 from published_clusters.costs import BACKWARD, Costs, Transfer, seconds_of
 from published_clusters.data_parallel import speeds
 from published_clusters.layer import Layer
@@ -58,7 +58,7 @@ def search_costs(costs: Costs, graph: Graph, global_batch: int) -> ClusterCosts:
     rate = seconds / (2.0 * (1.0 - 1.0 / ranks) * _PROBE_BYTES)
     latency = seconds_of(costs.all_reduce(0.0)) / 2.0
     links = Links((rate,) * ranks, (rate,) * ranks, latency)
-    ratios = tuple(apportion(global_batch, speeds(costs)))
+    ratios = tuple(_core.apportion(global_batch, speeds(costs)))
     terms = StepTerms.of(graph, data_parallel(graph, ratios))
     patterns = (pattern_of(graph, o) for o in graph.nodes.values() if o.operator not in LEAVES)
     flops = (1.0 + BACKWARD) * sum(pattern.flops for pattern in patterns)

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "crc32c.h"
+#include "partition.h"
 #include "passes.h"
 #include "rendezvous.h"
 #include "simplex.h"
@@ -95,7 +96,7 @@ void define_rendezvous(py::module_& module) {
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "Pass allocation, linear programs, the shared-memory rendezvous, and checksums.";
+  module.doc() = "Partitions, pass allocation, linear programs, the shared-memory rendezvous, and checksums.";
 
   define_rendezvous(module);
   module.attr("CUDA_ARCHITECTURES") = POPLAR_CUDA_ARCHITECTURES;
@@ -111,6 +112,13 @@ PYBIND11_MODULE(_core, module) {
       R"(Let the exit code of this process be 1, whatever Python has decided.
 
 What Python does at its end is done by then. Python's own `atexit` cannot change the exit code.)");
+
+  module.def("apportion", &poplar::apportion, py::arg("total"), py::arg("weights"));
+
+  module.def("shard_boundaries", &poplar::shard_boundaries, py::arg("numel"), py::arg("shares"),
+             py::arg("alignment"));
+
+  module.def("transfers", &poplar::transfers, py::arg("old"), py::arg("new"));
 
   module.def(
       "cheapest_passes",

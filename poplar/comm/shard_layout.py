@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
-from poplar.values.apportionment import apportion
+from poplar import _core
 
 Bounds = tuple[int, int]
 """Elements `[start, stop)`."""
@@ -60,13 +60,11 @@ class Layout:
             shares: fraction owned by each rank; non-negative, sums to 1. Zero gives an empty slice.
             alignment: every boundary inside the buffer is a multiple of this many elements.
 
-        Returns:
-            By largest remainder: no slice is a whole `alignment` larger or smaller than its share.
+        Raises:
+            ValueError: shares that are negative, not finite, or do not sum to 1; a buffer that is
+                not padded.
         """
-        blocks, rest = divmod(numel, alignment)
-        assert not rest, f"{numel} elements are not padded to a multiple of {alignment}"
-        parts = apportion(blocks, shares)
-        return cls(tuple(alignment * end for end in accumulate(parts, initial=0)))
+        return cls(tuple(_core.shard_boundaries(numel, shares, alignment)))
 
     @classmethod
     def even(cls, numel: int, world_size: int) -> Layout:
@@ -135,12 +133,4 @@ def transfers(old: Layout, new: Layout) -> tuple[Transfer, ...]:
             f"cannot turn a layout of {old.numel} elements into one of {new.numel}: both must "
             "describe the same buffer; was the model changed, or padded for another alignment?"
         )
-    moved: list[Transfer] = []
-    source = target = 0
-    for start, stop in pairwise(sorted({*old.offsets, *new.offsets})):
-        while old.offsets[source + 1] <= start:
-            source += 1
-        while new.offsets[target + 1] <= start:
-            target += 1
-        moved.append(Transfer(source, target, start, stop))
-    return tuple(moved)
+    return tuple(Transfer(*moved) for moved in _core.transfers(old.offsets, new.offsets))

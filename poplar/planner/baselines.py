@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from poplar import _core
 from poplar.planner.branch_and_bound import Decision
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.heuristic import Alternation, with_smaller_passes_first
@@ -23,7 +24,6 @@ from poplar.planner.memory_shortfall import (
     missing_bytes,
     shortfall_at,
 )
-from poplar.values.apportionment import apportion
 from poplar.values.plan import Plan
 
 Policy = Callable[[StageCosts, Request], Decision]
@@ -183,7 +183,7 @@ def _sweep(costs: StageCosts, global_batch: int, caps: Sequence[int]) -> Plan:
     }
     batches = largest_within(min(sorted(limits), key=step_seconds))
     passes = -(-global_batch // sum(batches))
-    remainder = apportion(global_batch - (passes - 1) * sum(batches), batches)
+    remainder = _core.apportion(global_batch - (passes - 1) * sum(batches), batches)
     return Plan(
         stage=costs.stage,
         global_batch=global_batch,

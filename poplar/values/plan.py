@@ -14,8 +14,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from typing import Annotated, Any, TypeVar
 
+from poplar import _core
 from poplar.values import plan_table
-from poplar.values.apportionment import apportion
 from poplar.values.communication import EXACT, Communication
 from poplar.values.formatting import format_layers, format_ranks
 from poplar.values.schema import (
@@ -311,7 +311,7 @@ class Plan(Document):
         ranks = checked(PositiveCount, world_size, "world_size")
         global_batch = checked(PositiveCount, global_batch, "global_batch")
         micro_batch = checked(PositiveCount, micro_batch, "micro_batch")
-        samples = apportion(global_batch, [1.0] * ranks)
+        samples = _core.apportion(global_batch, [1.0] * ranks)
         return cls._from_passes(stage, [fewest_passes(count, micro_batch) for count in samples])
 
     @classmethod
@@ -388,7 +388,7 @@ class Plan(Document):
                 f"no rank can take a sample: speeds {list(speeds)}, max_micro_batch "
                 f"{list(limits)}; at least one rank needs both above 0"
             )
-        samples = apportion(global_batch, weights)
+        samples = _core.apportion(global_batch, weights)
         passes = list(map(fewest_passes, samples, limits))
         if stage >= FIRST_STAGE_SYNCHRONIZING_EVERY_PASS:
             synchronizations = max(map(len, passes))
@@ -469,7 +469,7 @@ class Plan(Document):
                 f"{working} ranks that have samples in the plan; pass drop_last=True, or use a "
                 "plan with fewer working ranks"
             )
-        counts = apportion(samples, planned)
+        counts = list(_core.apportion(samples, planned))
         for rank, count in enumerate(planned):
             if count and not counts[rank]:
                 # There are enough samples for all working ranks, so the largest count is above 1.

@@ -13,7 +13,7 @@ from enum import Enum
 from itertools import accumulate
 from typing import TypeAlias
 
-from poplar.values.apportionment import apportion
+from poplar import _core
 from poplar.values.schema import Count, PositiveCount
 
 
@@ -81,7 +81,7 @@ def part_sizes(size: int, ratios: Sequence[int], unit: int = 1) -> tuple[int, ..
         raise ValueError(f"ratios must be at least 0 and one of them above 0, got {tuple(ratios)}")
     if unit < 1 or size < 0 or size % unit:
         raise ValueError(f"a dimension of size {size} cannot be cut at multiples of {unit}")
-    return tuple(unit * count for count in apportion(size // unit, ratios))
+    return tuple(unit * count for count in _core.apportion(size // unit, ratios))
 
 
 def local_shape(
