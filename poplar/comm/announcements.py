@@ -2,10 +2,9 @@
 
 They go through the store of the process group, so the sender never waits: a thread writes the
 messages, and computes them before. A message may need values of a device that come later. The
-thread and the readers sleep between two looks, so short steps share one write. The store keeps
-what a reader has not read: at most 20 writes of 1 KB a second. While there is nothing to send, the
-thread writes now and then that its process lives: a reader's deadline counts the silence of the
-sender, however long a call of it takes.
+thread and the readers sleep between two looks, so short steps share one write. While there is
+nothing to send, the thread writes now and then that its process lives: a reader's deadline counts
+the silence of the sender, however long a call of it takes.
 """
 
 from __future__ import annotations
@@ -32,6 +31,9 @@ from poplar.comm.failure_reports import StoreUnavailable
 from poplar.comm.group import Group
 from poplar.values.errors import CollectiveTimeout
 
+MOST_KEPT = 1 << 15
+"""Writes that a reader may be behind: those of 27 minutes or more, as there are at most 20 a second
+of 1 KB. The store keeps them only until all readers have read them."""
 _LOOK_SECONDS = 0.05
 """Between two looks, at messages or at the store. A write for each step made steps of 12 ms 6 %
 longer."""
@@ -53,6 +55,11 @@ class _Place:
     def write(self, number: int) -> str:
         """Of a write, which count from 1."""
         return f"{self.prefix}/{number}"
+
+    @property
+    def first_kept(self) -> str:
+        """Of the number of the first write that is kept, if earlier ones were not read."""
+        return f"{self.prefix}/first kept"
 
     def read_by(self, rank: int) -> str:
         """Of the number of the last write that a reader has read."""
@@ -110,8 +117,8 @@ class Announcements:
             what: what the sender does meanwhile, for errors.
 
         Raises:
-            CollectiveTimeout: the sender was silent until the deadline, or an active rank has
-                failed.
+            CollectiveTimeout: the sender was silent until the deadline, an active rank has failed,
+                or this rank has not read for so long that what it needs is not kept any more.
         """
         group = self._group
         try:
@@ -130,7 +137,16 @@ class Announcements:
         group, place, number = self._group, self._place, self._reads + 1
 
         def is_written() -> bool:
-            return bool(place.store.check([place.write(number)]))
+            if place.store.check([place.write(number)]):
+                return True
+            if place.store.check([place.first_kept]):
+                missed = int(place.store.get(place.first_kept)) - number
+                if missed > 0:
+                    raise NoAnswer(
+                        f"this rank was stopped or slow for so long that it is "
+                        f"{missed + MOST_KEPT} messages behind, of which {MOST_KEPT} are kept"
+                    )
+            return False
 
         def pause(seconds: float) -> None:
             time.sleep(min(seconds, _LOOK_SECONDS))
@@ -246,7 +262,10 @@ class _Writer:
                 self._reply_counts[rank] += 1
             if store.check([key := place.read_by(rank)]):
                 self._read_by[rank] = int(store.get(key))
-        while self._deleted < min(self._read_by.values()):
+        read, too_many = min(self._read_by.values()), self._writes - MOST_KEPT
+        if too_many > read:
+            store.set(place.first_kept, str(too_many + 1))
+        while self._deleted < max(read, too_many):
             store.delete_key(place.write(self._deleted + 1))
             self._deleted += 1
 

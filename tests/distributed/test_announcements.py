@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import ranks as harness
-from ranks import Failure, Pool, one_off
+from ranks import Failure, Pool, RanksFailed, one_off
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from poplar import CollectiveTimeout
@@ -64,11 +64,12 @@ def test_a_sender_that_is_stopped_is_missed() -> None:
     assert "in a call (deadline 1 s). Cause: no answer" in failure.message
 
 
-def read_late(count: int) -> list[int]:
+def read_late(count: int, most_kept: int) -> list[int]:
     """Read when all has been written, each number by itself."""
     with (
         mock.patch.object(announcements, "_LOOK_SECONDS", 0.0),
         mock.patch.object(announcements, "_REPLY_SECONDS", 0.0),
+        mock.patch.object(announcements, "MOST_KEPT", most_kept),
     ):
         group, messages = announced(5.0)
         if group.rank == 0:
@@ -79,7 +80,15 @@ def read_late(count: int) -> list[int]:
 
 def test_a_reader_that_was_away_reads_all(ranks: Pool) -> None:
     count = 4200
-    assert ranks.run(read_late, count, ranks=2)[1] == list(range(count))
+    assert ranks.run(read_late, count, announcements.MOST_KEPT, ranks=2)[1] == list(range(count))
+
+
+def test_a_reader_that_was_away_too_long_learns_it_at_once(ranks: Pool) -> None:
+    with pytest.raises(RanksFailed) as raised:
+        ranks.run(read_late, 8, 3, ranks=2)
+    (failure,) = raised.value.failures
+    assert failure.is_a(CollectiveTimeout)
+    assert "messages behind, of which 3 are kept" in failure.message
 
 
 def count_kept() -> int:
