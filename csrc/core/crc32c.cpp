@@ -16,20 +16,41 @@ namespace {
 constexpr std::uint32_t kPolynomial = 0x82F63B78;  // reflected
 constexpr std::size_t kWord = sizeof(std::uint64_t);
 
-// The effect of each byte.
-constexpr std::array<std::uint32_t, 256> make_table() {
-  std::array<std::uint32_t, 256> table{};
+using Tables = std::array<std::array<std::uint32_t, 256>, kWord>;
+
+// tables[k][b]: the effect of byte b followed by k zero bytes.
+constexpr Tables make_tables() {
+  Tables tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
     std::uint32_t crc = byte;
     for (int bit = 0; bit < 8; ++bit) {
       crc = (crc >> 1) ^ ((crc & 1) != 0 ? kPolynomial : 0);
     }
-    table[byte] = crc;
+    tables[0][byte] = crc;
   }
-  return table;
+  for (std::size_t zeros = 1; zeros < kWord; ++zeros) {
+    for (std::uint32_t byte = 0; byte < 256; ++byte) {
+      const std::uint32_t before = tables[zeros - 1][byte];
+      tables[zeros][byte] = (before >> 8) ^ tables[0][before & 0xFF];
+    }
+  }
+  return tables;
 }
 
-constexpr std::array<std::uint32_t, 256> kTable = make_table();
+constexpr Tables kTables = make_tables();
+
+std::uint32_t word_by_tables(std::uint32_t crc, const unsigned char* bytes) {
+  std::uint32_t next = 0;
+  for (std::size_t place = 0; place < kWord; ++place) {
+    const std::uint32_t before = place < sizeof(crc) ? (crc >> (8 * place)) & 0xFF : 0;
+    next ^= kTables[kWord - 1 - place][bytes[place] ^ before];
+  }
+  return next;
+}
+
+std::uint32_t byte_by_tables(std::uint32_t crc, unsigned char byte) {
+  return (crc >> 8) ^ kTables[0][(crc ^ byte) & 0xFF];
+}
 
 #if defined(__x86_64__)
 __attribute__((target("sse4.2"))) std::uint32_t by_instruction(const unsigned char* bytes,
@@ -80,8 +101,11 @@ bool has_instruction() { return false; }
 std::uint32_t crc32c_portable(const void* data, std::size_t bytes, std::uint32_t crc) {
   const auto* next = static_cast<const unsigned char*>(data);
   crc = ~crc;
+  for (; bytes >= kWord; next += kWord, bytes -= kWord) {
+    crc = word_by_tables(crc, next);
+  }
   for (; bytes > 0; ++next, --bytes) {
-    crc = (crc >> 8) ^ kTable[(crc ^ *next) & 0xFF];
+    crc = byte_by_tables(crc, *next);
   }
   return ~crc;
 }

@@ -96,7 +96,8 @@ void define_rendezvous(py::module_& module) {
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "Partitions, pass allocation, linear programs, the shared-memory rendezvous, and checksums.";
+  module.doc() =
+      "Partitions, pass allocation, linear programs, the shared-memory rendezvous, and checksums.";
 
   define_rendezvous(module);
   module.attr("CUDA_ARCHITECTURES") = POPLAR_CUDA_ARCHITECTURES;

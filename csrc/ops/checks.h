@@ -194,6 +194,18 @@ inline void check_rank_sum(const std::string& name, const Tensor& out,
   check(dtype_of(out, (name + ": out").c_str()) == Dtype::kFloat, name, ": out must be float32");
 }
 
+// `WorkCounters`: what the operator keeps in them.
+template <typename WorkCounters>
+void check_work_counters(const Tensor& work_counters) {
+  check_flat(work_counters, "rank_sum_chunks_: work_counters");
+  const auto address = reinterpret_cast<std::uintptr_t>(work_counters.const_data_ptr());
+  check(work_counters.element_size() == 1 &&
+            work_counters.numel() == static_cast<std::int64_t>(sizeof(WorkCounters)) &&
+            address % alignof(WorkCounters) == 0,
+        "rank_sum_chunks_: work_counters must hold ", sizeof(WorkCounters),
+        " bytes at an address that is a multiple of ", alignof(WorkCounters));
+}
+
 // The number of 64-element blocks.
 inline std::int64_t blocks_of(std::int64_t numel) { return (numel + 63) / 64; }
 

@@ -49,7 +49,7 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Implementation:
 
 
 def as_c(value: Any) -> Any:
-    """A C argument. A list becomes an array of its elements, whose numbers are doubles."""
+    """A C argument. A list becomes an array of its elements; floats in it become doubles."""
     match value:
         case None | Tensor():
             return ctypes.c_void_p(None if value is None else value.data_ptr())

@@ -194,6 +194,7 @@ void rank_sum_(Tensor out, std::vector<Tensor> received, bool accumulate,
 void rank_sum_chunks_(Tensor out, std::vector<Tensor> received, Tensor work_counters,
                       std::optional<Tensor> sums) {
   check_rank_sum("rank_sum_chunks_", out, received);
+  check_work_counters<WorkCounters>(work_counters);
   sum_into(out, received, false, static_cast<WorkCounters*>(work_counters.mutable_data_ptr()),
            sums_of("rank_sum_chunks_", out, sums));
 }

@@ -193,6 +193,9 @@ class ProcessGroupOfHost(WithinHost):
             between.put_back(total, *taken)
 
         rounded, position = CallbackWork(work, round_sums), self._between.reserve()
+        if self.comm.group.size == 1:  # no call yet: if memory runs out, all can be issued again
+            rounded.wait()
+            return exchange(position)
         return self._between.chain(rounded, lambda: exchange(position), total.device, position)
 
     def gather(

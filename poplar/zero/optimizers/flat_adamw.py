@@ -47,6 +47,11 @@ class FlatAdamW(torch.optim.AdamW):
         self._incremented += tuple(counters)
         torch._foreach_add_(counters, 1.0)
         counts = torch.stack(counters).tolist()
+        if min(counts) < 1:
+            raise ValueError(
+                f"a step count of AdamW's state is {min(counts) - 1:g}, below 0: was the loaded "
+                "state edited?"
+            )
         ops.adamw_(
             [values for values, _, _ in steps],
             [values.grad for values, _, _ in steps],
