@@ -12,6 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -336,7 +337,15 @@ class Tuner:
         if self.job.communication != "auto" or not tuned.plan.communication.compresses:
             return tuned
         request = {**self.job.request, "leave_out": "never", "communication": "exact"}
-        exact = self.session.on_first_rank(lambda: search(tuned.profile, **request), "the search")
+
+        def find() -> Plan | None:
+            with suppress(NoPlanFits):  # in the memory that the trials have shown
+                return search(tuned.profile, **request)
+            return None
+
+        exact = self.session.on_first_rank(find, "the search")
+        if exact is None:
+            return tuned
         return self._in_turns(tuned, tuned.plan, exact, seconds, report)
 
     def _in_turns(

@@ -169,6 +169,13 @@ def test_unverified_plan_on_a_given_profile_runs_no_model(ranks: Pool):
         assert answer.profile == known()
 
 
+def test_data_beside_the_model_does_not_count_against_the_limit_of_a_cpu_rank(ranks: Pool):
+    """The limit is for the model; what was held when a given profile was measured is beside it."""
+    given = known().with_devices(lambda device: replace(device, held_bytes=1 << 29))
+    for answer in ranks.run(tuned, profile=given, verify=False, max_batch=64, memory_limit=3 << 28):
+        assert answer.profile == given
+
+
 # The model is preserved
 
 
@@ -493,18 +500,32 @@ def test_a_rank_is_left_out_if_that_is_faster_in_trials(true, left_out):
     assert bench.tune(leave_out="never").plan.left_out == ()
 
 
+def that_encodes(cluster: ClusterProfile) -> ClusterProfile:
+    codec = (1e-12,) * 3
+    return cluster.with_devices(
+        lambda device: replace(device, encode_seconds=codec, decode_seconds=codec)
+    )
+
+
 @pytest.mark.parametrize(("true", "precision"), [(30.0, "int4"), (0.01, "exact")])
 def test_fewer_bits_are_sent_if_that_is_faster_in_trials(true, precision):
-    def behind(seconds: float) -> ClusterProfile:
-        cluster, codec = behind_a_link(seconds), (1e-12,) * 3
-        known = (replace(d, encode_seconds=codec, decode_seconds=codec) for d in cluster.devices)
-        return replace(cluster, devices=tuple(known))
-
-    bench = Bench(behind(30.0), behind(true), (1,))
+    both = (that_encodes(behind_a_link(seconds)) for seconds in (30.0, true))
+    bench = Bench(*both, (1,))
     decided = bench.tune(leave_out="never", communication="auto")
     assert decided.plan.communication == Communication.of(precision, 1)
     assert {plan.communication.gradients for plan in bench.tried} == {"exact", "int4"}
     assert [*bench.saved[-1][1].values()] == [decided.plan]
+
+
+def test_fewer_bits_are_sent_if_no_exact_plan_fits_after_the_trials():
+    """In less memory than the profile has, because a plan ran out of it."""
+    cluster = that_encodes(behind_a_link(30.0))
+    bench = Bench(cluster, cluster, (1,))
+    with pytest.raises(NoPlanFits) as none_fits:
+        alternatives(with_memory(known(), 0, 1.0), global_batch=40, leave_out="never")
+    with mock.patch.object(autotune, "search", side_effect=none_fits.value):
+        decided = bench.tune(leave_out="never", communication="auto")
+    assert decided.plan.communication == Communication.of("int4", 1)
 
 
 class NoisyBench(Bench):
