@@ -7,10 +7,12 @@ parameters. No parameter starts near zero, so that a relative tolerance is meani
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -132,6 +134,23 @@ class Perceptron(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.head(self.norm(x))
+
+
+class Stateful(nn.Module):
+    """Uses random numbers and changes its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build(ModelSpec(blocks=1))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen = 0.9 * self.seen + tokens.numel()
+        random.random()
+        numpy.random.rand()
+        return self.inner(tokens) + 0.0 * torch.rand(1)
 
 
 def build(spec: ModelSpec, seed: int = 0) -> nn.Module:

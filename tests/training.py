@@ -6,11 +6,13 @@ The others compare the results in the test process.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import models
+import numpy
 import ranks
 import reference
 import torch
@@ -234,6 +236,48 @@ def assert_unchanged(answers: Sequence[Answer], recipe: Recipe) -> list[Failure 
         assert not changed, f"rank {rank}: {changed} changed"
         assert_close(left, reference.train(recipe).parameters, f"rank {rank}, after {failure}")
     return [failure for failure, _, _ in answers]
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What a call must leave as it was: a model, and the random generators."""
+
+    tensors: dict[str, Tensor | None]
+    """Copies of parameters, gradients and buffers."""
+    others: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelState:
+        parameters, modules = dict(model.named_parameters()), [*model.modules()]
+        gradients = {f"the gradient of {name}": p.grad for name, p in parameters.items()}
+        tensors = parameters | gradients | dict(model.named_buffers())
+        return cls(
+            {name: None if t is None else t.detach().clone() for name, t in tensors.items()},
+            {
+                "memory": {name: p.data_ptr() for name, p in parameters.items()},
+                "gradients": {name: id(p.grad) for name, p in parameters.items()},
+                "modes": [module.training for module in modules],
+                "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
+                "random numbers": _next_random_numbers(),
+            },
+        )
+
+    def assert_same(self, other: ModelState) -> None:
+        assert self.tensors.keys() == other.tensors.keys()
+        for name, value in self.tensors.items():
+            same = value is other.tensors[name] is None or torch.equal(value, other.tensors[name])
+            assert same, f"{name} has changed"
+        assert self.others == other.others
+
+
+def _next_random_numbers() -> tuple[float, ...]:
+    """They will be drawn again."""
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    drawn = torch.rand(()).item(), random.random(), numpy.random.rand()
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
+    return drawn
 
 
 def assert_same(parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

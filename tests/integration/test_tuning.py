@@ -32,6 +32,7 @@ from ranks import Failure, Pool, one_off
 from records import cluster as measured_cluster
 from subset import choose
 from torch import Tensor, nn
+from training import ModelState
 
 import poplar
 from poplar import ClusterProfile, HeteroZeroOptimizer, Plan
@@ -179,46 +180,17 @@ def test_data_beside_the_model_does_not_count_against_the_limit_of_a_cpu_rank(ra
 # The model is preserved
 
 
-class Stateful(nn.Module):
-    """Uses random numbers and counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = models.build(SMALL)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        self.calls += 1
-        random.random()
-        return self.inner(tokens) + 0.0 * torch.rand(1)
-
-
-def changes_left(**options: Any) -> list[str]:
-    model = Stateful().train()
-    gradient = model.inner.head.weight.grad = torch.ones_like(model.inner.head.weight)
-    values = {name: value.clone() for name, value in model.state_dict().items()}
-    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    states = torch.get_rng_state(), random.getstate()
+def tune_and_compare(**options: Any) -> None:
+    model = models.Stateful()
+    model.inner.head.weight.grad = torch.ones_like(model.inner.head.weight)
+    before = ModelState.of(model)
     tuned(model, **options)
-    left = [name for name, value in model.state_dict().items() if not value.equal(values[name])]
-    left += [f"memory of {n}" for n, p in model.named_parameters() if p.data_ptr() != places[n]]
-    left += [
-        n for n, p in model.named_parameters() if p.grad is not None and p.grad is not gradient
-    ]
-    if model.inner.head.weight.grad is not gradient or not bool(gradient.eq(1).all()):
-        left.append("gradient")
-    if not torch.get_rng_state().equal(states[0]):
-        left.append("random state of torch")
-    if random.getstate() != states[1]:
-        left.append("random state of Python")
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
-        left.append("hooks")
-    return left
+    before.assert_same(ModelState.of(model))
 
 
 def test_trial_runs_preserve_the_model(ranks: Pool):
     """On a wrong profile, so that batches are measured and more plans run."""
-    assert ranks.run(changes_left, profile=known()) == [[]] * 4
+    ranks.run(tune_and_compare, profile=known())
 
 
 # Errors

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,7 @@ import training
 from models import ModelSpec
 from ranks import Failure, Pool
 from torch import Tensor, nn
-from training import STAGES
+from training import STAGES, ModelState
 
 from poplar import Plan
 from poplar.data import CollateMicroBatches
@@ -38,53 +36,6 @@ def whole_batch(masked: bool = False) -> dict[str, Tensor]:
     return training.on_device(models.data(BATCH, seed=3, masked=masked))
 
 
-@dataclass(frozen=True)
-class State:
-    """The state of a model and of the random generators that `verify` must restore."""
-
-    parameters: dict[str, Tensor]
-    dtypes: dict[str, torch.dtype]
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-    modes: list[bool]
-    hooks: int
-    draws: tuple[float, float]
-
-    @staticmethod
-    def of(model: nn.Module) -> State:
-        states = torch.get_rng_state(), random.getstate()
-        draws = torch.rand(()).item(), random.random()
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        return State(
-            parameters={name: p.detach().clone() for name, p in model.named_parameters()},
-            dtypes={name: p.dtype for name, p in model.named_parameters()},
-            gradients={
-                name: None if p.grad is None else p.grad.clone()
-                for name, p in model.named_parameters()
-            },
-            buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
-            modes=[module.training for module in model.modules()],
-            hooks=sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
-            draws=draws,
-        )
-
-    def assert_same(self, other: State) -> None:
-        for mine, theirs in (
-            (self.parameters, other.parameters),
-            (self.gradients, other.gradients),
-            (self.buffers, other.buffers),
-        ):
-            assert mine.keys() == theirs.keys()
-            for name, value in mine.items():
-                same = value is theirs[name] is None or torch.equal(value, theirs[name])
-                assert same, f"{name} has changed"
-        assert self.dtypes == other.dtypes
-        assert self.modes == other.modes
-        assert self.hooks == other.hooks
-        assert self.draws == other.draws
-
-
 def verify_here(
     spec: ModelSpec, plan: Plan, *, masked: bool = False, loss: Any = None, **options: Any
 ) -> Verification:
@@ -92,7 +43,7 @@ def verify_here(
     model = models.build(spec, seed=ranks.rank()).to(ranks.device())
     for parameter in list(model.parameters())[::2]:
         parameter.grad = torch.full_like(parameter, 7.0)
-    before = State.of(model)
+    before = ModelState.of(model)
     outcome = verify(
         model,
         loss or models.mean_over_samples,
@@ -101,7 +52,7 @@ def verify_here(
         process_group=ranks.group(),
         **options,
     )
-    before.assert_same(State.of(model))
+    before.assert_same(ModelState.of(model))
     return outcome
 
 
@@ -244,9 +195,9 @@ class Dropping(HalfDetached):
 def verify_dropping(plan: Plan, training_mode: bool) -> Verification:
     model = Dropping().to(ranks.device()).train(training_mode)
     batch, group = whole_batch(), ranks.group()
-    before = State.of(model)
+    before = ModelState.of(model)
     outcome = verify(model, models.mean_over_samples, batch, plan, process_group=group)
-    before.assert_same(State.of(model))
+    before.assert_same(ModelState.of(model))
     return outcome
 
 
@@ -298,7 +249,7 @@ def verify_bad(case: str) -> Failure | None:
     plan, loss, options = uneven(2), models.mean_over_samples, {}
     batch = whole_batch()
     model = models.build(ModelSpec()).to(ranks.device())
-    before = State.of(model)
+    before = ModelState.of(model)
     if case == "another batch" and ranks.rank() == 2:
         batch["tokens"] = batch["tokens"].flip(0)
     if case == "own part":
@@ -322,7 +273,7 @@ def verify_bad(case: str) -> Failure | None:
     with ranks.catching() as caught:
         verify(model, loss, batch, plan, process_group=ranks.group(), **options)
     if case != "another model":
-        before.assert_same(State.of(model))
+        before.assert_same(ModelState.of(model))
     outcome = verify_whole(uneven(1), models.mean_over_samples)  # the ranks can continue
     assert outcome.ok, str(outcome)
     return caught[0] if caught else None
