@@ -385,8 +385,6 @@ def raising(case: str) -> None:
     on_one = harness.rank() == 1
     model = models.build(ModelSpec(hidden=31 if case == "models" and on_one else 61))
     options: dict[str, Any] = {}
-    if case == "max_batch" and on_one:
-        options["max_batch"] = 0
     if case == "memory_limit of an unknown rank":
         options["memory_limit"] = {"cpu": "1GiB", 4: 1 << 30}
     if case == "memory_limit above the device" and on_one:
@@ -462,7 +460,6 @@ def test_model_is_usable_after_a_failed_step(ranks: Pool, stage):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("max_batch", "max_batch must be an integer above 0, got 0"),
         (
             "memory_limit above the device",
             r"rank 1: a memory_limit of 1073741824\.00 GiB, but cpu has .* GiB; lower it",

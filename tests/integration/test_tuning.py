@@ -1071,20 +1071,6 @@ def test_planned_batch_that_does_not_fit_when_measured_is_not_planned():
     assert decided.plan in bench.tried
 
 
-def test_verified_plan_is_found_in_the_cache():
-    bench = Bench(known(), with_step_seconds(known(), (0.01,) * 4), STAGES)
-    decided = bench.tune()
-    ((profile, plans),) = bench.saved
-    assert profile == decided.profile
-    assert list(plans.values()) == [decided.plan]
-    bench.tried.clear()
-    bench.seen.clear()
-    assert bench.tune().plan == decided.plan
-    assert bench.tried == []
-    assert bench.tune(global_batch=41).plan.global_batch == 41
-    assert bench.tried != []
-
-
 def test_given_profiles_and_unverified_plans_are_not_saved():
     bench = Bench(known(), known(), STAGES)
     bench.tune(given=known())

@@ -110,15 +110,6 @@ def test_sizes_double_up_to_max_batch(max_batch, expected):
     assert machine.tried == expected
 
 
-def test_first_passes_have_memory_and_time(clock: Clock):
-    machine = Machine(clock=clock, held=lambda size: 1000 + 10 * size)
-    *_, sizes_run = climb(
-        machine, SizeLimits(max_batch=2, activation_bytes=PLENTY, longest_seconds=PLENTY)
-    )
-    assert [first_pass.activation_bytes for first_pass in sizes_run] == [1010, 1020]
-    assert [first_pass.seconds for first_pass in sizes_run] == pytest.approx([0.01, 0.02])
-
-
 def test_no_batch_above_free_memory_is_tried():
     machine = Machine(held=lambda size: 50 + 100 * size)
     sizes = climbed(machine, activation_bytes=2000)
@@ -275,11 +266,6 @@ def test_known_points_take_the_place_of_small_sizes():
 @pytest.mark.parametrize(("max_batch", "longest", "expected"), [(16, 1e9, 16), (999, 0.2, 20)])
 def test_probing_ends_at_max_batch_and_at_the_longest_pass(max_batch, longest, expected):
     assert probed(Machine(), max_batch=max_batch, longest_seconds=longest)[-1] == expected
-
-
-def test_probing_without_memory_for_one_sample_raises():
-    with pytest.raises(torch.OutOfMemoryError, match="not even one sample fits"):
-        probed(Machine(ends_at=1))
 
 
 class ColdPasses(Passes):
