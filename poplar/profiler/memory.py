@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from poplar.data.object_content import arrays_in
 from poplar.profiler.compilation import eagerly
-from poplar.profiler.unit_hooks import TrainedUnit, UnitWindows
+from poplar.profiler.unit_hooks import TrainedUnit
 from poplar.system.storage import dense_parts
 from poplar.zero.opaque_parameter import component_tensors
 
@@ -59,7 +61,7 @@ def pass_bytes(
     count. What fragmentation adds to the peak counts for every unit in proportion. On the CPU
     compiled functions are counted as they run eagerly, usually with more memory.
     """
-    windows = UnitWindows(units)
+    windows = _UnitWindows(units)
     if counts_tensors(device):
         with eagerly(), _LiveStorages() as storages, windows.measuring(storages):
             run()
@@ -99,6 +101,68 @@ def model_bytes(model: nn.Module, device: torch.device) -> int:
     held = [part for t in (*parameters, *model.buffers()) for part in component_tensors(t)]
     on_device = [tensor for tensor in (*held, *gradients) if tensor.device == device]
     return sum(storage.nbytes() for storage in _storages(on_device).values())
+
+
+class _UnitWindows:
+    """The windows of one pass: each ends when the last gradient of a unit is complete.
+
+    The gradients themselves are taken out, because how long they live depends on the stage. Those
+    of a unit and of the resident units that the engine would hold are added to the peaks, as they
+    are freed one by one when complete, and their full size is subtracted where the unit ends.
+    """
+
+    def __init__(self, units: Sequence[TrainedUnit]) -> None:
+        self._units = units
+        self._resident = sum(unit.gradient_bytes for unit in units if unit.resident)
+        self._missing = [len(unit.parameters) for unit in units]
+        self._during = [0] * len(units)
+        self._after = [0] * len(units)
+        self._held = 0
+        """Gradients that are complete and that the engine would hold."""
+        self._most = 0
+        """The most in this window, with `_held`."""
+
+    @contextmanager
+    def measuring(self, meter: _Allocated | _LiveStorages) -> Iterator[None]:
+        """Measure one pass inside. Every gradient must be freed by a hook that exists already."""
+        self._meter = meter
+        with ExitStack() as hooks:
+            for number, unit in enumerate(self._units):
+                for parameter in unit.parameters:
+                    complete = partial(self._complete, number, parameter.nbytes)
+                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(complete))
+            yield
+
+    def result(self, times: float = 1.0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes of each unit during and after its backward, so many times.
+
+        Both are empty if a unit did not get all of its gradients.
+        """
+        if any(self._missing):
+            return (), ()
+        most = max(self._most, self._meter.peak + self._held) - self._resident
+        for number, unit in enumerate(self._units):
+            if unit.resident:
+                self._during[number], self._after[number] = most, self._meter.live
+        during, after = (
+            tuple(int(max(0, value) * times) for value in each)
+            for each in (self._during, self._after)
+        )
+        return during, after
+
+    def _complete(self, number: int, nbytes: int, _parameter: Tensor) -> None:
+        self._most = max(self._most, self._meter.peak + self._held)
+        self._held += nbytes
+        self._meter.begin_window()
+        self._missing[number] -= 1
+        unit = self._units[number]
+        if self._missing[number] or unit.resident:
+            return
+        now, others = self._meter.live + self._held, unit.gradient_bytes + self._resident
+        self._during[number] = max(self._most, now) - others
+        self._after[number] = now - others
+        self._held -= unit.gradient_bytes
+        self._most = 0
 
 
 class _Allocated:

@@ -1,13 +1,9 @@
-"""Memory and seconds of each unit in one pass, from hooks on modules and gradients.
+"""Seconds of each unit in one pass, from hooks on modules and gradients.
 
-Memory: the gradients themselves are taken out, because how long they live depends on the stage.
-Those of a unit and of the resident units that the engine would hold are added to the peaks, as they
-are freed one by one when complete, and their full size is subtracted where the unit ends.
-
-Seconds: a unit's forward lasts until the next unit's begins, and its backward until its last
-gradient is complete, because it is reduced then. So compute outside of all units counts with the
-unit that it runs beside: before the first block and after its backward with the first unit (the
-root, if there is one), after the last block (the head and the loss) with the last unit.
+A unit's forward lasts until the next unit's begins, and its backward until its last gradient is
+complete, because it is reduced then. So compute outside of all units counts with the unit that it
+runs beside: before the first block and after its backward with the first unit (the root, if there
+is one), after the last block (the head and the loss) with the last unit.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from math import fsum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,78 +34,6 @@ class TrainedUnit(NamedTuple):
     def gradient_bytes(self) -> int:
         """Bytes of all gradients."""
         return sum(parameter.nbytes for parameter in self.parameters)
-
-
-class Meter(Protocol):
-    """Counts bytes that were allocated since it was started."""
-
-    @property
-    def live(self) -> int:
-        """Bytes that are alive."""
-
-    @property
-    def peak(self) -> int:
-        """Most live bytes since `begin_window`."""
-
-    def begin_window(self) -> None:
-        """Begin a new peak."""
-
-
-class UnitWindows:
-    """The windows of one pass: each ends when the last gradient of a unit is complete."""
-
-    def __init__(self, units: Sequence[TrainedUnit]) -> None:
-        self._units = units
-        self._resident = sum(unit.gradient_bytes for unit in units if unit.resident)
-        self._missing = [len(unit.parameters) for unit in units]
-        self._during = [0] * len(units)
-        self._after = [0] * len(units)
-        self._held = 0
-        """Gradients that are complete and that the engine would hold."""
-        self._most = 0
-        """The most in this window, with `_held`."""
-
-    @contextmanager
-    def measuring(self, meter: Meter) -> Iterator[None]:
-        """Measure one pass inside. Every gradient must be freed by a hook that exists already."""
-        self._meter = meter
-        with ExitStack() as hooks:
-            for number, unit in enumerate(self._units):
-                for parameter in unit.parameters:
-                    complete = partial(self._complete, number, parameter.nbytes)
-                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(complete))
-            yield
-
-    def result(self, times: float = 1.0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes of each unit during and after its backward, so many times.
-
-        Both are empty if a unit did not get all of its gradients.
-        """
-        if any(self._missing):
-            return (), ()
-        most = max(self._most, self._meter.peak + self._held) - self._resident
-        for number, unit in enumerate(self._units):
-            if unit.resident:
-                self._during[number], self._after[number] = most, self._meter.live
-        during, after = (
-            tuple(int(max(0, value) * times) for value in each)
-            for each in (self._during, self._after)
-        )
-        return during, after
-
-    def _complete(self, number: int, nbytes: int, _parameter: Tensor) -> None:
-        self._most = max(self._most, self._meter.peak + self._held)
-        self._held += nbytes
-        self._meter.begin_window()
-        self._missing[number] -= 1
-        unit = self._units[number]
-        if self._missing[number] or unit.resident:
-            return
-        now, others = self._meter.live + self._held, unit.gradient_bytes + self._resident
-        self._during[number] = max(self._most, now) - others
-        self._after[number] = now - others
-        self._held -= unit.gradient_bytes
-        self._most = 0
 
 
 class UnitSeconds(NamedTuple):
