@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sessions import fake_session
 from torch import Tensor
 
 from poplar.comm.host_topology import Hosts
@@ -30,7 +31,6 @@ from poplar.profiler.collectives import (
     measure_network,
     sample_buffers,
 )
-from poplar.profiler.memory_budget import PassMemory
 
 LLAMA_7B = [131_072_000] + [8_388_608, 8_388_608, 8_388_608, 8_388_608] * 160 + [131_072_000]
 LLAMA_1B = LLAMA_7B[:1] + LLAMA_7B[1:100] + LLAMA_7B[-1:]
@@ -118,12 +118,10 @@ def network_cost(
 
     group = SimpleNamespace(rank=0, size=size, supports=lambda device: True)
     group.split = lambda members: SimpleNamespace(rank=0, size=len(members[0]))
-    session: Any = SimpleNamespace(
+    session = fake_session(
+        size,
         group=group,
         device=torch.device("meta"),
-        compute_dtype=torch.float32,
-        memory=PassMemory.unlimited(size),
-        job=SimpleNamespace(reduce_dtype=torch.float32),
         exchange=exchange,
         fits_on_all_ranks=fits_on_all_ranks,
     )
@@ -167,12 +165,8 @@ def test_rates_of_ranks_show_the_network_that_they_share(monkeypatch, part):
         return slowest * 4.0 * sum(self.numels)
 
     monkeypatch.setattr(Collectives, "seconds", seconds)
-    session: Any = SimpleNamespace(
-        group=SimpleNamespace(size=9),
-        compute_dtype=torch.float32,
-        job=SimpleNamespace(reduce_dtype=torch.float32),
-    )
-    measuring = Collectives(session, cast(Any, SimpleNamespace(hosts=())), [1 << 20, 640])
+    comm = cast(Any, SimpleNamespace(hosts=()))
+    measuring = Collectives(fake_session(9), comm, [1 << 20, 640])
     rates = [6 * 3 / 8] * 6 + [2 * 7 / 8] * 2 + [4.0]
     receiving, sending = zip(*measuring.rates(members, part, 1.0), strict=True)
     assert receiving == sending == pytest.approx(rates)
@@ -203,28 +197,27 @@ def test_one_turn_of_the_longest_calibration_passes_fits_its_time(stages, passes
     assert measuring.longest_observed_pass(passes) == 0.0
 
 
-@pytest.mark.parametrize("numels", [[1 << 12] * 8, LLAMA_7B])
-def test_optimizer_is_timed_on_a_bounded_part_of_the_state(monkeypatch, numels):
-    stepped: list[int] = []
+def counting(stepped: list[int], **options: Any) -> Any:
+    """A session of an optimizer that adds the elements that it has."""
 
     class Counted(torch.optim.SGD):
         def __init__(self, groups: Any, **options: Any) -> None:
             super().__init__(groups, **options)
             stepped.append(sum(p.numel() for group in groups for p in group["params"]))
 
+    cls = SimpleNamespace(
+        shard_factory=Counted, options={"lr": 0.1, **options}, granularity="elements"
+    )
+    return fake_session(setup=SimpleNamespace(classes=[cls]), compute_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("numels", [[1 << 12] * 8, LLAMA_7B])
+def test_optimizer_is_timed_on_a_bounded_part_of_the_state(monkeypatch, numels):
+    stepped: list[int] = []
     most = 1 << 16  # of the real limit, so that this test needs no GiB
     monkeypatch.setattr(element_costs, "MOST_STEPPED", most)
     monkeypatch.setattr(element_costs, "flat_numels", lambda session: list(numels))
-    options = {"lr": 0.1, "momentum": 0.9}
-    cls = SimpleNamespace(shard_factory=Counted, options=options, granularity="elements")
-    setup = SimpleNamespace(classes=[cls])
-    session: Any = SimpleNamespace(
-        device=torch.device("cpu"),
-        setup=setup,
-        group=SimpleNamespace(rank=0),
-        memory=PassMemory.unlimited(1),
-    )
-    cost = element_costs.measure_update(session)
+    cost = element_costs.measure_update(counting(stepped, momentum=0.9))
     assert cost.state_bytes == 4.0
     assert max(stepped) <= most + len(numels)
     assert len(stepped) == 2
@@ -232,23 +225,10 @@ def test_optimizer_is_timed_on_a_bounded_part_of_the_state(monkeypatch, numels):
 
 def test_update_in_host_memory_is_timed_on_a_bounded_part_of_the_state(monkeypatch):
     stepped: list[int] = []
-
-    class Counted(torch.optim.SGD):
-        def __init__(self, groups: Any, **options: Any) -> None:
-            super().__init__(groups, **options)
-            stepped.append(sum(p.numel() for group in groups for p in group["params"]))
-
+    session = counting(stepped)
     monkeypatch.setattr(element_costs, "MOST_ON_HOST", 1 << 16)
     monkeypatch.setattr(element_costs, "flat_numels", lambda session: LLAMA_7B)
     monkeypatch.setattr(element_costs, "median_seconds", lambda step, device: (step(), 1.0)[1])
-    cls = SimpleNamespace(shard_factory=Counted, options={"lr": 0.1})
-    session: Any = SimpleNamespace(
-        device=torch.device("cpu"),
-        compute_dtype=torch.bfloat16,
-        setup=SimpleNamespace(classes=(cls,)),
-        group=SimpleNamespace(rank=0),
-        memory=PassMemory.unlimited(1),
-    )
     seconds = element_costs.host_update_seconds(session)
     assert seconds == pytest.approx(sum(LLAMA_7B) / (1 << 16))
     assert stepped == [1 << 16]
@@ -272,11 +252,5 @@ def test_an_update_that_runs_out_of_memory_is_freed_before_a_smaller_one(monkeyp
     monkeypatch.setattr(element_costs, "medians_in_turns", out_of_memory_once)
     monkeypatch.setattr(element_costs, "_shapes", lambda session: [(1 << 16,)])
     cls = SimpleNamespace(granularity="elements", options={}, shard_factory=new_optimizer)
-    session = SimpleNamespace(
-        setup=SimpleNamespace(classes=[cls]),
-        memory=SimpleNamespace(spare=lambda rank: 1e12),
-        group=SimpleNamespace(rank=0),
-        device=torch.device("cpu"),
-    )
-    element_costs.measure_update(session)
+    element_costs.measure_update(fake_session(setup=SimpleNamespace(classes=[cls])))
     assert len(failed) == 2

@@ -8,27 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from sessions import fake_session
 
 from poplar.comm.host_buffers import HostBuffers
 from poplar.planner.collective_costs import CollectiveCosts
 from poplar.profiler.collectives import Collectives
-from poplar.profiler.memory_budget import PassMemory
 from poplar.values.host_traffic import Traffic, link_traffic, network_traffic
 from poplar.values.profile import NetworkProfile
 
 CPU = torch.device("cpu")
-
-
-def session(group: Any) -> Any:
-    """What collectives read from the session of a profiler."""
-    job = SimpleNamespace(reduce_dtype=torch.float32)
-    return SimpleNamespace(
-        group=group,
-        device=CPU,
-        compute_dtype=torch.float32,
-        job=job,
-        memory=PassMemory.unlimited(group.size),
-    )
 
 
 def test_receive_buffers_are_cached_while_their_size_is_used(
@@ -106,10 +94,8 @@ def test_the_cost_model_returns_what_was_measured(
     if ranks > 8:
         firsts = [network.hosts.index(host) for host in range(len(network.ranks))]
         owners = [tuple(range(a, a + n)) for a, n in zip(firsts, network.ranks, strict=True)]
-    of_rank = session(SimpleNamespace(size=ranks))
-    of_rank.compute_dtype = dtype
     comm: Any = SimpleNamespace(hosts=network.hosts)
-    measuring = Collectives(of_rank, comm, [1 << 20])
+    measuring = Collectives(fake_session(ranks, compute_dtype=dtype), comm, [1 << 20])
     rates = measuring.rates(owners, 0.5, 1.0)
     reducing, gathering = measuring.both_seconds((1 / ranks,) * ranks, 1.0)
     costs = CollectiveCosts.of(

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from sessions import fake_session
 
 from poplar.profiler import element_costs, timing
-from poplar.profiler.memory_budget import PassMemory
 
-CPU = torch.device("cpu")
 ELEMENTS = 1 << 16
 TOTAL = 8 * ELEMENTS
 """Elements of the model, of which an eighth is stepped."""
@@ -37,17 +36,6 @@ class Disturbed:
         self.now += seconds * (self.factor if self.begin <= self.now < self.end else 1.0)
 
 
-def session(**more: Any) -> Any:
-    return SimpleNamespace(
-        device=CPU,
-        compute_dtype=torch.float32,
-        group=SimpleNamespace(rank=0, size=2),
-        memory=PassMemory.unlimited(2),
-        job=SimpleNamespace(reduce_dtype=torch.float32),
-        **more,
-    )
-
-
 def update(
     monkeypatch: pytest.MonkeyPatch,
     clock: Disturbed,
@@ -61,7 +49,7 @@ def update(
     monkeypatch.setattr(element_costs, "MOST_STEPPED", ELEMENTS)
     monkeypatch.setattr(element_costs, "flat_numels", lambda session: [TOTAL])
     cls = SimpleNamespace(shard_factory=Timed, options={}, granularity="elements")
-    return element_costs.measure_update(session(setup=SimpleNamespace(classes=[cls])))
+    return element_costs.measure_update(fake_session(setup=SimpleNamespace(classes=[cls])))
 
 
 @pytest.mark.parametrize("begin", [0.0, 0.11, 0.16, 0.27, 0.30, 0.35])
@@ -89,7 +77,7 @@ def test_the_codec_is_timed_where_nothing_disturbs_it(monkeypatch, begin):
     monkeypatch.setattr("poplar.ops.decode_sum_", lambda *_, **__: clock.work(0.004))
     monkeypatch.setattr(timing, "time", clock)
     monkeypatch.setattr(element_costs, "MOST_PACKED", ELEMENTS)
-    found = element_costs.measure_codec(session())
+    found = element_costs.measure_codec(fake_session(2))
     encode, decode = ([ELEMENTS * each for each in one] for one in found.values())
     assert encode == pytest.approx([0.001, 0.003, 0.003])
     assert decode == pytest.approx([0.001, 0.002, 0.002])
