@@ -136,7 +136,6 @@ class Machine:
         self.session = SimpleNamespace(
             group=group,
             asynchronous=False,
-            memory_limit=None,
             identity={},
             measuring=nullcontext,
             exchange=lambda value: [value] * size,

@@ -46,7 +46,13 @@ from poplar.tuning.autotune import Tuned, Tuner, TuningJob
 from poplar.values.communication import Communication
 from poplar.values.errors import agreed
 from poplar.values.observation import Observation
-from poplar.values.profile import BatchPoint, LinearLayer, ModelProfile, NetworkProfile
+from poplar.values.profile import (
+    BatchPoint,
+    DeviceProfile,
+    LinearLayer,
+    ModelProfile,
+    NetworkProfile,
+)
 
 SMALL = ModelSpec(kind="mlp", blocks=1)
 GLOBAL_BATCH = 12
@@ -93,8 +99,8 @@ def measured(ranks: Pool) -> ClusterProfile:
 def known(speeds: tuple[float, ...] = (40.0, 30.0, 20.0, 10.0), **changes: Any) -> ClusterProfile:
     """A profile without identity, so that it can be used for any model, and of little memory."""
     cluster = measured_cluster(speeds, ["cpu"] * len(speeds))
-    devices = tuple(replace(device, memory_bytes=1 << 30) for device in cluster.devices)
-    return replace(cluster, **{"devices": devices, "identity": {}, **changes})
+    cluster = cluster.with_devices(lambda device: replace(device, memory_bytes=1 << 30))
+    return replace(cluster, **{"identity": {}, **changes})
 
 
 # All ranks, one plan
@@ -408,14 +414,7 @@ class Bench:
         assert not self.seen, "planned batches are measured before any plan runs"
         self.measured.append((list(batches), [point.batch for point in references]))
         return [
-            [
-                BatchPoint(
-                    batch=batch,
-                    seconds=device.seconds(batch) * known.seconds / device.seconds(known.batch),
-                    activation_bytes=int(device.activation_bytes(batch)),
-                )
-                for batch in own
-            ]
+            [device.point(batch).times(known.seconds / device.seconds(known.batch)) for batch in own]
             for own, known, device in zip(batches, references, self.true.devices, strict=True)
         ]
 
@@ -592,9 +591,7 @@ class ShortBench(Bench):
 
 
 def with_memory(cluster: ClusterProfile, rank: int, memory: float) -> ClusterProfile:
-    devices = list(cluster.devices)
-    devices[rank] = replace(devices[rank], memory_bytes=round(memory))
-    return replace(cluster, devices=tuple(devices))
+    return cluster.with_devices(lambda d: replace(d, memory_bytes=round(memory)), [rank])
 
 
 @pytest.mark.parametrize("missing", [0.03, 0.08])
@@ -893,19 +890,8 @@ def straight_lines(*speeds: float) -> ClusterProfile:
 
 def luring(cluster: ClusterProfile) -> ClusterProfile:
     """Noise made 12 samples look 8 % faster than they are."""
-    return replace(
-        cluster,
-        devices=tuple(
-            replace(
-                d,
-                points=(
-                    d.points[0],
-                    BatchPoint(batch=12, seconds=0.92 * d.seconds(12), activation_bytes=12 * 2**20),
-                    d.points[-1],
-                ),
-            )
-            for d in cluster.devices
-        ),
+    return cluster.with_devices(
+        lambda d: replace(d, points=(d.points[0], d.point(12).times(0.92), d.points[-1]))
     )
 
 
@@ -923,8 +909,7 @@ def test_plan_with_many_passes_must_beat_a_simpler_plan(stage):
 def with_residuals(cluster: ClusterProfile, stage: int, *, overhead: float) -> ClusterProfile:
     """With this overhead of every pass."""
     overheads = tuple(overhead if other == stage else 0.0 for other in STAGES)
-    devices = (replace(device, pass_overhead_seconds=overheads) for device in cluster.devices)
-    return replace(cluster, devices=tuple(devices))
+    return cluster.with_devices(lambda d: replace(d, pass_overhead_seconds=overheads))
 
 
 def test_prediction_of_the_plan_equals_its_observation():
@@ -938,8 +923,7 @@ def test_prediction_of_the_plan_equals_its_observation():
 
 def ends_of(cluster: ClusterProfile) -> ClusterProfile:
     """The cluster with the first and the last point of every rank."""
-    devices = (replace(d, points=(d.points[0], d.points[-1])) for d in cluster.devices)
-    return replace(cluster, devices=tuple(devices))
+    return cluster.with_devices(lambda d: replace(d, points=(d.points[0], d.points[-1])))
 
 
 def in_steps(*sizes: int) -> ClusterProfile:
@@ -967,12 +951,8 @@ def in_steps(*sizes: int) -> ClusterProfile:
 
 def in_powers_of_two(cluster: ClusterProfile) -> ClusterProfile:
     """Only the points that a profile has."""
-    return replace(
-        cluster,
-        devices=tuple(
-            replace(d, points=tuple(p for p in d.points if p.batch.bit_count() == 1))
-            for d in cluster.devices
-        ),
+    return cluster.with_devices(
+        lambda d: replace(d, points=tuple(p for p in d.points if p.batch.bit_count() == 1))
     )
 
 
@@ -1031,41 +1011,23 @@ def test_changed_speeds_of_ranks_change_the_plan(stage):
 
 def thorough(cluster: ClusterProfile) -> ClusterProfile:
     """With a point for every batch of every rank."""
-    return replace(
-        cluster,
-        devices=tuple(
-            replace(
-                device,
-                points=tuple(
-                    BatchPoint(
-                        batch=batch,
-                        seconds=device.seconds(batch),
-                        activation_bytes=int(device.activation_bytes(batch)),
-                    )
-                    for batch in range(1, device.max_batch + 1)
-                ),
-            )
-            for device in cluster.devices
-        ),
+    return cluster.with_devices(
+        lambda d: replace(d, points=tuple(map(d.point, range(1, d.max_batch + 1))))
     )
 
 
 def test_planned_batch_that_does_not_fit_when_measured_is_not_planned():
     limit = 128 * 2**20
-    tight = [replace(d, memory_bytes=limit) for d in ends_of(known()).devices]
-    greedy = [
-        replace(
-            d,
-            memory_bytes=limit,
-            points=tuple(
-                replace(point, activation_bytes=limit * 2 if point.batch > 1 else 2**20)
-                for point in d.points
-            ),
+
+    def greedy(device: DeviceProfile) -> DeviceProfile:
+        points = (
+            replace(point, activation_bytes=limit * 2 if point.batch > 1 else 2**20)
+            for point in device.points
         )
-        for d in thorough(known()).devices
-    ]
-    true = replace(known(), devices=tuple(greedy))
-    bench = Bench(replace(known(), devices=tuple(tight)), true, [0])
+        return replace(device, memory_bytes=limit, points=tuple(points))
+
+    tight = ends_of(known()).with_devices(lambda d: replace(d, memory_bytes=limit))
+    bench = Bench(tight, thorough(known()).with_devices(greedy), [0])
     decided = bench.tune()
     predict(decided.profile, decided.plan)
     assert decided.plan in bench.tried
