@@ -37,17 +37,23 @@ def whole_batch(masked: bool = False) -> dict[str, Tensor]:
 
 
 def verify_here(
-    spec: ModelSpec, plan: Plan, *, masked: bool = False, loss: Any = None, **options: Any
+    spec: ModelSpec | type[nn.Module],
+    plan: Plan,
+    *,
+    training: bool = True,
+    loss: Any = None,
+    **options: Any,
 ) -> Verification:
     """Run `verify` with models that differ between ranks; check that each is restored."""
-    model = models.build(spec, seed=ranks.rank()).to(ranks.device())
+    model = models.build(spec, ranks.rank()) if isinstance(spec, ModelSpec) else spec()
+    model.to(ranks.device()).train(training)
     for parameter in list(model.parameters())[::2]:
         parameter.grad = torch.full_like(parameter, 7.0)
     before = ModelState.of(model)
     outcome = verify(
         model,
         loss or models.mean_over_samples,
-        whole_batch(masked),
+        whole_batch(),
         plan,
         process_group=ranks.group(),
         **options,
@@ -91,13 +97,9 @@ def takes_targets(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     ],
 )
 def test_token_weights_and_summed_losses_are_exact(ranks: Pool, loss, options):
-    outcome = common_outcome(ranks.run(verify_with, uneven(2), loss, options))
+    options = {"masked": True, "max_micro_batch": 5, **options}
+    outcome = common_outcome(ranks.run(verify_whole, uneven(2), loss, **options))
     assert outcome.ok, str(outcome)
-
-
-def verify_with(plan: Plan, loss: Any, options: dict[str, Any]) -> Verification:
-    how = options.pop("loss", "mean")
-    return verify_whole(plan, loss, masked=True, loss=how, max_micro_batch=5, **options)
 
 
 def verify_whole(plan: Plan, loss_fn: Any, *, masked: bool = False, **options: Any) -> Verification:
@@ -168,14 +170,8 @@ class HalfDetached(nn.Module):
         return nn.functional.linear(x, weight, self.fickle.bias)
 
 
-def verify_half_detached(plan: Plan) -> Verification:
-    model = HalfDetached().to(ranks.device())
-    batch, group = whole_batch(), ranks.group()
-    return verify(model, models.mean_over_samples, batch, plan, process_group=group)
-
-
 def test_wrong_parameter_is_named(ranks: Pool):
-    outcome = common_outcome(ranks.run(verify_half_detached, uneven(0)))
+    outcome = common_outcome(ranks.run(verify_here, HalfDetached, uneven(0)))
     assert [parameter.name for parameter in outcome.failures] == ["fickle.weight"]
     assert outcome.parameters[0].name == "fickle.weight"
     assert "1 of 5 parameters differ" in str(outcome)
@@ -192,21 +188,12 @@ class Dropping(HalfDetached):
         self.drop = nn.Dropout(0.2)
 
 
-def verify_dropping(plan: Plan, training_mode: bool) -> Verification:
-    model = Dropping().to(ranks.device()).train(training_mode)
-    batch, group = whole_batch(), ranks.group()
-    before = ModelState.of(model)
-    outcome = verify(model, models.mean_over_samples, batch, plan, process_group=group)
-    before.assert_same(ModelState.of(model))
-    return outcome
-
-
 def test_dropout_is_named_and_eval_mode_passes(ranks: Pool):
-    dropped = common_outcome(ranks.run(verify_dropping, uneven(3), True))
+    dropped = common_outcome(ranks.run(verify_here, Dropping, uneven(3)))
     assert not dropped.ok
     assert any("'drop': dropout is random" in note for note in dropped.notes)
     assert any("the loss is random" in note for note in dropped.notes)
-    still = common_outcome(ranks.run(verify_dropping, uneven(3), False))
+    still = common_outcome(ranks.run(verify_here, Dropping, uneven(3), training=False))
     assert still.ok, str(still)
     assert still.notes == ()
 
