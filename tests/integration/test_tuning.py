@@ -414,7 +414,10 @@ class Bench:
         assert not self.seen, "planned batches are measured before any plan runs"
         self.measured.append((list(batches), [point.batch for point in references]))
         return [
-            [device.point(batch).times(known.seconds / device.seconds(known.batch)) for batch in own]
+            [
+                device.point(batch).times(known.seconds / device.seconds(known.batch))
+                for batch in own
+            ]
             for own, known, device in zip(batches, references, self.true.devices, strict=True)
         ]
 
