@@ -244,18 +244,21 @@ class ModelState:
 
     tensors: dict[str, Tensor | None]
     """Copies of parameters, gradients and buffers."""
+    gradients: dict[str, Tensor | None]
+    """The objects themselves."""
     others: dict[str, Any]
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
         parameters, modules = dict(model.named_parameters()), [*model.modules()]
-        gradients = {f"the gradient of {name}": p.grad for name, p in parameters.items()}
+        gradients = {f"gradient of {name}": p.grad for name, p in parameters.items()}
         tensors = parameters | gradients | dict(model.named_buffers())
         return cls(
             {name: None if t is None else t.detach().clone() for name, t in tensors.items()},
+            gradients,
             {
                 "memory": {name: p.data_ptr() for name, p in parameters.items()},
-                "gradients": {name: id(p.grad) for name, p in parameters.items()},
+                "dtypes": {name: getattr(t, "dtype", None) for name, t in tensors.items()},
                 "modes": [module.training for module in modules],
                 "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
                 "random numbers": _next_random_numbers(),
@@ -265,8 +268,11 @@ class ModelState:
     def assert_same(self, other: ModelState) -> None:
         assert self.tensors.keys() == other.tensors.keys()
         for name, value in self.tensors.items():
-            same = value is other.tensors[name] is None or torch.equal(value, other.tensors[name])
-            assert same, f"{name} has changed"
+            after = other.tensors[name]
+            assert (value is None) == (after is None), f"{name} was {value} and is {after}"
+            assert value is None or torch.equal(value, after), f"{name} has changed"
+        for name, gradient in self.gradients.items():
+            assert gradient is other.gradients[name], f"{name} is another tensor"
         assert self.others == other.others
 
 

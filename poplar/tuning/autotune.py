@@ -12,7 +12,6 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -319,7 +318,10 @@ class Tuner:
         def find() -> Plan:
             if self.job.leave_out == "never":
                 return plan
-            found = search(profile, **self.job.request)
+            try:
+                found = search(profile, **self.job.request)
+            except NoPlanFits:  # in the memory that the trials have shown
+                return plan
             steps = [predict(profile, each).step_seconds for each in (found, plan)]
             return found if found.left_out and (1.0 + CLOSE) * steps[0] < steps[1] else plan
 
@@ -333,15 +335,25 @@ class Tuner:
         return self._in_turns(tuned, found, tuned.plan, seconds, report)
 
     def _exact_if_as_fast(self, tuned: Tuned, seconds: float, report: Report) -> Tuned:
-        """With "auto", the result if it is clearly faster in trials in turns than an exact plan."""
+        """With "auto", the result if it is clearly faster in trials in turns than an exact plan.
+
+        Also if no exact plan fits in the memory that the trials have shown: a warning says so.
+        """
         if self.job.communication != "auto" or not tuned.plan.communication.compresses:
             return tuned
         request = {**self.job.request, "leave_out": "never", "communication": "exact"}
 
         def find() -> Plan | None:
-            with suppress(NoPlanFits):  # in the memory that the trials have shown
+            try:
                 return search(tuned.profile, **request)
-            return None
+            except NoPlanFits:
+                warnings.warn(
+                    "autotune: trials ran out of memory, and no plan with exact communication fits "
+                    "in what is left. The plan sends "
+                    f"{tuned.plan.communication.gradients} gradients",
+                    stacklevel=1,
+                )
+                return None
 
         exact = self.session.on_first_rank(find, "the search")
         if exact is None:

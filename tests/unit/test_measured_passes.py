@@ -227,6 +227,11 @@ def test_probing_finds_the_largest_batch_within_three_percent_in_five_probes(hel
     assert largest - sizes[-1] <= max(1, 0.03 * largest)
 
 
+def test_probing_without_memory_for_one_sample_raises():
+    with pytest.raises(torch.OutOfMemoryError, match="not even one sample fits"):
+        probed(Machine(ends_at=1))
+
+
 def test_probing_a_straight_line_needs_one_size_near_the_limit():
     machine = Machine(held=lambda size: 50 + 100 * size)
     assert probed(machine, activation_bytes=20_000) == [1, 2, 4, 199]
