@@ -504,19 +504,6 @@ def test_overlap_is_zero_with_a_single_unit():
     assert_predicts(found, seen)
 
 
-@given(
-    stage=st.sampled_from(EACH_PASS),
-    factor=st.floats(0.3, 3.0),
-    later=st.floats(0.3, 3.0),
-)
-def test_overlap_is_between_zero_and_one(stage, factor, later):
-    seen = [
-        observed(plain(), plan, predict(plain(), plan).step_seconds * off)
-        for plan, off in zip(two_plans(stage), (factor, later), strict=True)
-    ]
-    assert 0.0 <= fitted(plain(), seen, asynchronous=True).overlap <= 1.0
-
-
 residuals = st.floats(-0.05, 0.2)
 
 

@@ -392,14 +392,3 @@ def test_what_ranks_send_is_printed_and_explained() -> None:
     exact = search(profile, global_batch=24, stages=(2,))
     assert "exact" not in str(exact)
     assert "not exact" not in str(explain(profile, exact))
-
-
-def test_older_plans_and_profiles_are_exact() -> None:
-    plan, profile = Plan.even(2, 4, 2, 1).to_dict(), cluster(2).to_dict()
-    del plan["communication"], profile["communication"]
-    for device in profile["devices"]:
-        del device["encode_seconds"], device["decode_seconds"]
-    assert Plan.from_dict(plan).communication == EXACT
-    read = ClusterProfile.from_dict(profile)
-    assert read == cluster(2, known=False)
-    assert ClusterProfile.from_dict(cluster(2).to_dict()) == cluster(2)

@@ -38,24 +38,6 @@ def tiled(draw: random.Random) -> Seconds:
     return lambda batch: latency + math.ceil(batch / tile) * tile
 
 
-points = st.lists(
-    st.tuples(st.integers(1, 100), st.floats(1e-6, 10.0)),
-    min_size=1,
-    max_size=7,
-    unique_by=lambda point: point[0],
-).map(sorted)
-
-
-@given(points)
-def test_curve_is_monotone_and_finite_up_to_its_last_point(drawn):
-    batches, seen = zip(*drawn, strict=True)
-    curve = MonotoneCurve(batches, tuple(pooled(seen)))
-    values = [curve.at(batch) for batch in range(batches[-1] + 1)]
-    assert values[0] == 0.0
-    assert all(low <= high * (1 + 1e-9) < math.inf for low, high in pairwise(values))
-    assert curve.at(batches[-1] + 1) == math.inf
-
-
 @given(st.lists(st.floats(0.0, 10.0), max_size=8))
 def test_pooled_values_are_monotone_and_keep_their_sum(values):
     found = pooled(values)

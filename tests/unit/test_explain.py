@@ -256,15 +256,6 @@ def test_an_invalid_error_is_refused(error):
         explain(cluster, search(cluster, global_batch=8), error=error)
 
 
-def test_invalid_stages_and_plans_for_other_clusters_are_refused():
-    cluster = cluster_of(device())
-    plan = search(cluster, global_batch=8)
-    with pytest.raises(ValueError, match="stages must be a non-empty subset of"):
-        explain(cluster, plan, stages=())
-    with pytest.raises(ValueError, match="the plan is for 1 ranks, but the profile has 2"):
-        explain(cluster_of(device(), device()), plan)
-
-
 # Values
 
 

@@ -98,21 +98,18 @@ def test_a_fast_network_or_a_long_latency_leaves_reductions() -> None:
     assert search(cluster(latency=1.0), global_batch=32, stages=[1]).factored == ()
 
 
-def test_where_all_ranks_multiply_they_must_be_of_one_kind() -> None:
-    """Others would get other bits; at other stages each element is computed by one rank."""
-    mixed = cluster(names=("A", "B"))
-    assert search(mixed, global_batch=32, stages=[0]).factored == ()
-    assert search(mixed, global_batch=32, stages=[1]).factored != ()
-
-
 def test_where_all_ranks_multiply_they_must_do_so_with_the_same_bits() -> None:
-    """Devices of one name may have other kernels, precisions or threads."""
+    """Devices of one name may have other kernels, precisions or threads. At other stages each
+    element is computed by one rank.
+    """
+    unlike = [cluster(names=("A", "B"))]
     for texts in (("8 threads", "4 threads"), ("8 threads", "")):
         pairs = zip(cluster().devices, texts, strict=True)
         devices = tuple(replace(device, multiplication=text) for device, text in pairs)
-        unlike = replace(cluster(), devices=devices)
-        assert search(unlike, global_batch=32, stages=[0]).factored == ()
-        assert search(unlike, global_batch=32, stages=[1]).factored != ()
+        unlike.append(replace(cluster(), devices=devices))
+    for profile in unlike:
+        assert search(profile, global_batch=32, stages=[0]).factored == ()
+        assert search(profile, global_batch=32, stages=[1]).factored != ()
 
 
 @pytest.mark.parametrize("stage", range(4))

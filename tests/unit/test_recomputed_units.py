@@ -400,20 +400,6 @@ def test_a_plan_with_recomputed_units_as_json_and_text():
     assert "recomputed" not in str(dataclasses.replace(plan, units=()))
 
 
-def test_an_older_plan_recomputes_nothing():
-    content = recomputing_plan().to_dict()
-    del content["units"][0]["recomputed_on"]
-    assert counts(Plan.from_dict(content)) == [0, 0]
-
-
-def test_a_profile_with_recomputed_passes_as_json():
-    cluster = two_devices()
-    assert ClusterProfile.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
-    content = cluster.to_dict()
-    del content["devices"][0]["recomputed_points"]
-    assert ClusterProfile.from_dict(content).devices[0].recomputed_points == ()
-
-
 @pytest.mark.parametrize(
     ("ranks", "complaint"),
     [

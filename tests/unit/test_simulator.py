@@ -24,7 +24,6 @@ from subset import choose
 
 from poplar import Plan, predict, simulate
 from poplar.planner.cost_model import StageCosts
-from poplar.planner.memory_shortfall import DoesNotFit
 from poplar.simulator.timeline import Timeline
 from poplar.step.actions import RANK_ACTIONS
 from poplar.values.plan import FIRST_STAGE_SYNCHRONIZING_EVERY_PASS, UnitPlan
@@ -600,16 +599,6 @@ def test_stages_match_the_strategies_of_the_engine():
 
 
 # Errors and output
-
-
-def test_plans_that_cannot_run_raise():
-    with pytest.raises(ValueError, match="the plan is for 1 ranks, but the profile has 2"):
-        simulate(a_cluster(), a_plan(0, (4,)))
-    with pytest.raises(DoesNotFit, match="17 samples, but the largest that was measured is 16"):
-        simulate(a_cluster(), a_plan(0, (17,), (1,)))
-    small = dataclasses.replace(a_device(), memory_bytes=1)
-    with pytest.raises(DoesNotFit, match="may use"):
-        simulate(a_cluster(small, small), a_plan(0, (1,), (1,)))
 
 
 def test_a_timeline_prints_as_a_table_marked_as_simulated():

@@ -10,6 +10,7 @@ import planning_oracle
 from all_ranks import search
 from planning_oracle import STAGES, Oracle
 from subset import choose
+from test_search import LARGEST_GLOBAL_BATCH, some_shares
 
 from poplar.planner.memory_model import Caps, rank_memory
 from poplar.planner.prediction import fits
@@ -17,17 +18,6 @@ from poplar.planner.search import NoPlanFits
 from poplar.values.profile import ClusterProfile
 
 CLUSTERS = choose(quick=40, full=300)
-LARGEST_GLOBAL_BATCH = {1: 8, 2: 6, 3: 4}
-SHARE_STEPS = {1: 1, 2: 12, 3: 5}
-
-
-def reachable_shares(oracle: Oracle, global_batch: int, draw: random.Random):
-    """A grid of shares, and shares at which a rank is full with some pass of a step."""
-    if oracle.stage == 0:
-        return [(1 / oracle.n,) * oracle.n]
-    shares = planning_oracle.share_grid(oracle.n, SHARE_STEPS[oracle.n])
-    critical = planning_oracle.critical_shares(oracle, global_batch)
-    return shares + draw.sample(critical, min(25, len(critical)))
 
 
 def test_search_equals_exhaustive_search_in_tight_memory():
@@ -39,7 +29,7 @@ def test_search_equals_exhaustive_search_in_tight_memory():
         global_batch = draw.randint(1, LARGEST_GLOBAL_BATCH[ranks])
         cluster = planning_oracle.random_cluster(draw, ranks, stage, tight=True)
         oracle = Oracle(cluster, stage)
-        shares = reachable_shares(oracle, global_batch, draw)
+        shares = some_shares(oracle, global_batch, draw)
         try:
             plan = search(cluster, global_batch=global_batch, stages=(stage,), preference=0.0)
         except NoPlanFits:
