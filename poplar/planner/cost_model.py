@@ -26,17 +26,21 @@ from functools import cached_property
 from itertools import count
 from typing import Any, TypeVar
 
-from poplar.planner.collective_costs import CollectiveCost, CollectiveCosts
+from poplar.planner.collective_costs import (
+    CollectiveCost,
+    CollectiveCosts,
+    with_encoding,
+    without_codec,
+)
 from poplar.planner.communication_schedule import (
     CommunicationSchedule,
     CommunicationSeconds,
     Synchronization,
     schedules,
 )
-from poplar.planner.encoded_costs import with_encoding, without_codec
 from poplar.planner.factored_costs import Exchange, exchanges_of, seconds_of_exchange
 from poplar.planner.memory_model import Caps, RankMemory, rank_memory, sent_gradients
-from poplar.planner.recomputed_curves import with_recomputed_units
+from poplar.planner.recomputed_curves import parts_of, with_recomputed_parts
 from poplar.step.moments import elements_of
 from poplar.step.units import StepUnits
 from poplar.values.communication import EXACT
@@ -81,7 +85,7 @@ class StageCosts:
         """These costs if every rank recomputes its `units`, on the `measured` cluster."""
         if not any(units):
             return replace(self, cluster=measured, recomputed=())
-        cluster = with_recomputed_units(measured, units)
+        cluster = with_recomputed_parts(measured, [parts_of(measured.model, own) for own in units])
         return replace(self, cluster=cluster, recomputed=tuple(units))
 
     @property
@@ -123,11 +127,11 @@ class StageCosts:
     @property
     def _gather_part(self) -> float:
         """Seconds of an all-gather over those of one and a reduction."""
-        network, even = self.cluster.network, self.cluster.even_shares
+        network = self.cluster.network
         gather, reduce = network.all_gather_seconds, network.reduce_scatter_seconds
         if self.cluster.communication != EXACT:
-            gather = self.collectives.all_gather.seconds(even)
-            reduce = self.collectives.reduce_scatter.seconds(even)
+            gather = self.collectives.all_gather.even_seconds
+            reduce = self.collectives.reduce_scatter.even_seconds
         is_used = gather + reduce > 0.0 and self.cluster.model.unit_forward_fraction
         return gather / (gather + reduce) if is_used else 0.5
 
@@ -161,8 +165,7 @@ class StageCosts:
             return cluster.overlap
 
         def seconds(collectives: CollectiveCosts) -> float:
-            both = collectives.reduce_scatter, collectives.all_gather
-            return sum(cost.seconds(cluster.even_shares) for cost in both)
+            return collectives.reduce_scatter.even_seconds + collectives.all_gather.even_seconds
 
         sent = with_encoding(
             self.exact_collectives, without_codec(cluster), self.stage, self._measured_buffers
@@ -263,7 +266,7 @@ class StageCosts:
     def _collective_seconds(self, cost: CollectiveCost, shares: Sequence[float]) -> float:
         """A collective on the whole model; each unit under its shares."""
         if not self.shares_matter:
-            return cost.seconds(self.cluster.even_shares)
+            return cost.even_seconds
         whole = cost.seconds(shares)
         own = (part * (cost.seconds(cut) - whole) for part, cut in self._own_shares)
         return max(0.0, whole + math.fsum(own)) if self.unit_shares else whole

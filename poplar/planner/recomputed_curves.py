@@ -34,16 +34,9 @@ def saved_part(model: ModelProfile, units: Collection[int]) -> float:
     return (saved * own / before if own else 0.0) + (1.0 - saved if last in units else 0.0)
 
 
-def with_recomputed_units(
-    cluster: ClusterProfile, units_by_rank: Sequence[Collection[int]]
-) -> ClusterProfile:
-    """The cluster with the curves of devices that recompute these units."""
-    model = cluster.model
-    parts = [
-        (recomputed_part(model, units), saved_part(model, units)) if units else (0.0, 0.0)
-        for units in units_by_rank
-    ]
-    return with_recomputed_parts(cluster, parts)
+def parts_of(model: ModelProfile, units: Collection[int]) -> tuple[float, float]:
+    """The parts of `recomputing` for these units; both are 0 for none."""
+    return (recomputed_part(model, units), saved_part(model, units)) if units else (0.0, 0.0)
 
 
 def with_recomputed_parts(

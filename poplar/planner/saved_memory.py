@@ -22,6 +22,7 @@ from poplar.planner.memory_model import SLACK_BYTES, Caps, rank_memory
 from poplar.planner.memory_shortfall import Request, Shortfall, memory_shortfall
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units, unit_plans
 from poplar.planner.recomputed_curves import (
+    parts_of,
     recomputed_part,
     recomputing,
     saved_part,
@@ -143,11 +144,8 @@ def with_fewest_recomputed_units(
         units, caps = sorted(costs.recomputed[rank]), Caps.of(plan.micro_batches[rank])
 
         def fits(number: int) -> bool:
-            again = units[:number]
-            parts = (recomputed_part(model, again), saved_part(model, again)) if again else (0, 0)
-            device = recomputing(cluster.devices[rank], *parts)
-            memory = replace(memories[rank], device=device)
-            return memory.fits(caps, plan.shares[rank])
+            device = recomputing(cluster.devices[rank], *parts_of(model, units[:number]))
+            return replace(memories[rank], device=device).fits(caps, plan.shares[rank])
 
         number = 0 if fits(0) else 1 + bisect_left(range(1, len(units) + 1), True, key=fits)
         return frozenset(units[:number])

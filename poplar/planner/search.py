@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from poplar.planner.encoded_costs import may_gain
+from poplar.planner.collective_costs import may_gain
 from poplar.planner.memory_shortfall import NoPlanFits, Request
 from poplar.planner.prediction import describe, predicted_seconds
 from poplar.planner.simple_plans import PREFERENCE

@@ -1,7 +1,7 @@
 """The best plan of each stage: of all ranks, or of some with others left out.
 
 A policy decides for one stage (`POLICIES`). Plans of the exact search are rounded to simple ones
-(`simple_plans`).
+(`simple_plans`), and send layers as factors where that is faster.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from poplar.planner.active_ranks import without_ranks
-from poplar.planner.active_sets import ActiveSet, active_sets
+from poplar.planner.active_ranks import ActiveSet, active_sets, without_ranks
 from poplar.planner.baselines import BASELINES, Policy
 from poplar.planner.branch_and_bound import TOLERANCE, Decision
-from poplar.planner.cost_model import StageCosts, hosting, step_seconds_of
-from poplar.planner.factored_choice import with_factored_layers
+from poplar.planner.cost_model import StageCosts, costs_of, hosting, step_seconds_of
+from poplar.planner.factored_costs import exchanges_of
 from poplar.planner.memory_shortfall import NoPlanFits, Request
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 from poplar.planner.saved_memory import (
@@ -157,8 +156,7 @@ class StageSearch:
         plan, bound = _decide_with_host_state(request, costs)
         if self._may_factor and cluster.model.linear_layers:
             hosted, parts = hosting(cluster, plan.host_state), plan.host_state
-            plan = replace(plan, host_state=())
-            plan = with_factored_layers(hosted, plan, partial(_decide, request), request.preference)
+            plan = _with_factored_layers(request, hosted, replace(plan, host_state=()))
             plan = replace(plan, host_state=parts)
             bound = None if plan.factored else bound
         plan = replace(plan, communication=cluster.communication.at(costs.stage))
@@ -193,6 +191,73 @@ def _decide_with_host_state(request: Request, costs: StageCosts) -> Decision:
         found = fastest_plan_with_host_state(costs, decide, found, request.preference)
     assert found is not None, "a stage without a memory shortfall has a plan"
     return found
+
+
+def _with_factored_layers(request: Request, cluster: ClusterProfile, plan: Plan) -> Plan:
+    """The plan, or one with factored layers that is faster by more than the preference.
+
+    Fewer bytes make other batches and shares the best ones. So a plan is also searched on a cluster
+    whose network has become faster by as much as the factors save under even batches. Memory is not
+    counted again: rows take less than the gradients that they replace.
+
+    Args:
+        cluster: what was measured.
+        plan: without factored layers.
+    """
+    candidates = [plan]
+    even = Plan.even(plan.world_size, plan.global_batch, plan.global_batch, plan.stage)
+    if names := worthwhile(cluster, even):
+        faster = _with_faster_network(cluster, replace(even, factored=names))
+        candidates.append(_decide(request, StageCosts(faster, plan.stage)).plan)
+    best, limit = plan, step_seconds_of(cluster, plan) / (1.0 + request.preference)
+    for candidate in candidates:
+        names = worthwhile(cluster, candidate)
+        factored = replace(candidate, factored=names, prediction=None)
+        if names and (seconds := step_seconds_of(cluster, factored)) < limit:
+            best, limit = factored, seconds
+    return best
+
+
+def worthwhile(cluster: ClusterProfile, plan: Plan) -> tuple[str, ...]:
+    """The layers whose factors take less time than their reduction under a plan.
+
+    None are known to, without the rates of links. Where every rank updates all parameters, all must
+    multiply with the same bits, so their devices, kernels, precisions and threads must be equal.
+    """
+    names = tuple(layer.name for layer in cluster.model.linear_layers)
+    if not names or cluster.world_size == 1:
+        return ()
+    costs = costs_of(cluster, replace(plan, factored=()))
+    kinds = {(device.name, device.multiplication) for device in cluster.devices}
+    if len(kinds) > 1 and not costs.shares_matter:
+        return ()
+    if costs.exact_collectives.reduce_scatter.link_seconds is None:
+        return ()
+    communication = costs.communication(plan.shares)
+    whole = communication.reduce + (0.0 if costs.shares_matter else communication.gather)
+    return tuple(
+        exchange.layer.name
+        for exchange in exchanges_of(cluster, replace(plan, factored=names, prediction=None))
+        if costs.exchange_seconds(exchange, plan.shares)
+        < whole * exchange.layer.numel / cluster.model.numel
+    )
+
+
+def _with_faster_network(cluster: ClusterProfile, plan: Plan) -> ClusterProfile:
+    """The cluster on which a reduction takes as long as that of this plan with its factors."""
+    costs, network = costs_of(cluster, plan), cluster.network
+    plain = costs_of(cluster, replace(plan, factored=())).communication(plan.shares)
+    factored = costs.communication(plan.shares)
+    reduced = factored.reduce / plain.reduce if plain.reduce else 1.0
+    gathered = factored.gather / plain.gather if plain.gather else 1.0
+    faster = replace(
+        network,
+        reduce_scatter_seconds=network.reduce_scatter_seconds * reduced,
+        all_gather_seconds=network.all_gather_seconds * gathered,
+    ).with_residuals(
+        plan.stage, synchronization=costs.synchronization_residual, step=costs.step_residual
+    )
+    return replace(cluster, network=faster)
 
 
 def _optimality_gap(seconds: float, bound: float) -> float:

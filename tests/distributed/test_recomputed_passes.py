@@ -10,7 +10,7 @@ from models import ModelSpec
 from ranks import Pool
 
 from poplar import profile_cluster
-from poplar.planner.recomputed_curves import with_recomputed_units
+from poplar.planner.recomputed_curves import parts_of, with_recomputed_parts
 from poplar.profiler import recomputed_passes
 from poplar.profiler.passes import Passes
 from poplar.values.profile import BatchPoint, ClusterProfile, DeviceProfile, ModelProfile
@@ -62,7 +62,7 @@ def test_predicted_peaks_are_never_below_real_ones_and_close(ranks: Pool) -> Non
     units = [names.index(block) for block in BLOCKS]
     assert profile.devices[0].recomputed_points[0].batch == 1
     for count, real in enumerate(peaks):
-        changed = with_recomputed_units(profile, [units[:count]])
+        changed = with_recomputed_parts(profile, [parts_of(profile.model, units[:count])])
         predicted = changed.devices[0].activation_bytes(batch)
         assert real <= predicted <= 1.05 * real, (count, real, predicted)
 

@@ -17,8 +17,7 @@ from subset import choose
 
 from poplar.hardware.cluster_file import HostEntry
 from poplar.hardware.simulated_cluster import network_profile
-from poplar.planner.active_ranks import without_ranks
-from poplar.planner.active_sets import active_sets
+from poplar.planner.active_ranks import active_sets, without_ranks
 from poplar.planner.explain import explain
 from poplar.planner.prediction import describe, predict, predicted_seconds
 from poplar.planner.search import NoPlanFits, alternatives, search
