@@ -38,14 +38,6 @@ class ActionDurations:
         own_shares = dict(costs.unit_shares) if costs.shares_matter else {}
         self._shares = [own_shares.get(unit, shares) for unit in range(len(self._layout.numels))]
         """By unit."""
-        gather_cost = costs.collectives.all_gather
-        self._gather_parts = self._parts(gather_cost, self._layout.numels)
-        """By unit, the part of the all-gather of the whole model."""
-        self._unshard_parts = self._parts(gather_cost, self._layout.unsharded)
-        """The same with the frozen parameters, which may be many times as much."""
-        self._reduce_parts = self._parts_of_reduction(shares)
-        """By unit, the part of the reduction, some of which may be an exchange of factors."""
-        self._gradient_gather_parts = self._without_factored(self._gather_parts)
         ticks, backward = self._layout.ticks, costs.cluster.backward_fraction
         self._compute_parts = {
             "forward": [(1.0 - backward) * own / ticks for own in self._layout.forward],
@@ -61,14 +53,33 @@ class ActionDurations:
         step_residual = costs.step_residual + min(0.0, slowest)
         all_gather = costs.gather_after_step_seconds(shares) + min(0.0, step_residual)
         self._optimizer_change = min(0.0, all_gather)
-        self._collectives = {
-            "unshard": scale * gather,
-            "all_gather_gradients": scale * gather,
-            "reduce": scale * reduce,
-            "all_gather_parameters": max(0.0, all_gather),
+        self._of_all = {
             "synchronization": max(0.0, residual),
             "agreement": max(0.0, step_residual),
         }
+        """Seconds of what concerns the whole model."""
+
+        whole_gather, whole_reduce = replace(costs, exchanges=()).communication(shares)
+        both, numels = costs.collectives, self._layout.numels
+        gathered = self._parts(both.all_gather, numels)
+        unsharded = self._parts(both.all_gather, self._layout.unsharded)
+        reduced = self._without_factored(self._parts(both.reduce_scatter, numels))
+        reducing = [scale * whole_reduce * part for part in reduced]
+        for exchange in costs.exchanges:
+            seconds = costs.exchange_seconds(exchange, shares)
+            reducing[self._unit_of(exchange)] += scale * seconds
+        self._of_unit = {
+            "unshard": [scale * whole_gather * part for part in unsharded],
+            "all_gather_gradients": [
+                scale * whole_gather * part for part in self._without_factored(gathered)
+            ],
+            "reduce": [
+                own / max(1, len(buffers))  # a unit with nothing to train has none
+                for own, buffers in zip(reducing, self._layout.buffers, strict=True)
+            ],
+            "all_gather_parameters": [max(0.0, all_gather) * part for part in gathered],
+        }
+        """By unit, seconds of a collective, of a reduction of each of its buffers."""
 
     def _parts(self, cost: CollectiveCost, numels: Sequence[float]) -> list[float]:
         """By unit, the part of a collective of the whole model, if it moves so many elements."""
@@ -79,28 +90,14 @@ class ActionDurations:
         scale = math.fsum(parts) / (math.fsum(seconds) or math.inf)
         return [own * scale for own in seconds] if scale else parts
 
-    def _parts_of_reduction(self, shares: Sequence[float]) -> list[float]:
-        """By unit, the part of what is reduced and exchanged."""
-        costs = self._costs
-        parts = self._parts(costs.collectives.reduce_scatter, self._layout.numels)
-        whole = replace(costs, exchanges=()).communication(shares).reduce
-        if not costs.exchanges or not whole:
-            return parts
-        seconds = [whole * part for part in self._without_factored(parts, normalized=False)]
-        for exchange in costs.exchanges:
-            seconds[self._unit_of(exchange)] += costs.exchange_seconds(exchange, shares)
-        total = math.fsum(seconds)
-        return [own / total for own in seconds] if total else parts
-
-    def _without_factored(self, parts: Sequence[float], *, normalized: bool = True) -> list[float]:
+    def _without_factored(self, parts: Sequence[float]) -> list[float]:
         """By unit, the parts of what is not factored."""
         left = list(parts)
         for exchange in self._costs.exchanges:
             unit = self._unit_of(exchange)
             factored = exchange.layer.numel / self._layout.numels[unit]
             left[unit] = max(0.0, left[unit] - parts[unit] * factored)
-        total = math.fsum(left)
-        return [own / total for own in left] if normalized and total else left
+        return left
 
     def _unit_of(self, exchange: Exchange) -> int:
         """The number of the layer's unit in the layout."""
@@ -132,7 +129,7 @@ class ActionDurations:
     def actions(self, load: RankLoad) -> Iterator[Action]:
         """The actions of a rank with this load."""
         has_samples = [seconds > 0.0 for seconds in load.passes]
-        has_residual = self._collectives["synchronization"] > 0.0
+        has_residual = self._of_all["synchronization"] > 0.0
         stage_actions = RANK_ACTIONS[self._costs.stage]
         return stage_actions(self._layout, has_samples, synchronization=has_residual).step()
 
@@ -144,16 +141,6 @@ class ActionDurations:
 
     def collective_seconds(self, action: Issue) -> float:
         """Seconds of the collective that ranks issue with this action."""
-        seconds = self._collectives[action.what]
         if action.unit is None:
-            return seconds
-        if action.what == "reduce":
-            return (
-                seconds * self._reduce_parts[action.unit] / len(self._layout.buffers[action.unit])
-            )
-        parts = {
-            "all_gather_gradients": self._gradient_gather_parts,
-            "all_gather_parameters": self._gather_parts,
-            "unshard": self._unshard_parts,
-        }
-        return seconds * parts[action.what][action.unit]
+            return self._of_all[action.what]
+        return self._of_unit[action.what][action.unit]
