@@ -193,12 +193,7 @@ class _Bounds:
     ) -> None:
         network, model, hosts = cluster.network, cluster.model, hosts_of(cluster)
         self._cluster, self._hosts, self._global_batch = cluster, hosts, global_batch
-        links = (
-            network.send_seconds_per_byte,
-            network.receive_seconds_per_byte,
-            network.network_seconds_per_byte,
-        )
-        keys = zip(cluster.device_group_indices, hosts, *filter(None, links), strict=True)
+        keys = zip(cluster.rank_group_indices, hosts, strict=True)
         first: dict[tuple[object, ...], int] = {}
         self._alike = [first.setdefault(key, rank) for rank, key in enumerate(keys)]
         """By rank, the first one with an equal device and link on the same host."""

@@ -108,11 +108,6 @@ class _Node(NamedTuple):
     """The least and the most passes of a step, where all ranks run equally many. None: any, and
     memory does not couple the ranks' micro-batches."""
 
-    @property
-    def has_one_pass(self) -> bool:
-        """Whether this is a node of plans with one pass, where all ranks run equally many."""
-        return all(cap.later < 0 for cap in self.caps)
-
 
 class _Search:
     """Best-first branch and bound."""
@@ -329,8 +324,8 @@ class _Search:
         if self._costs.synchronizes_every_pass:
             total = self._solvers.request.global_batch
             if node.passes is None:
-                passes = (1, 1) if node.has_one_pass else (2, total)
-                return [node._replace(passes=passes)]
+                has_one_pass = all(cap.later < 0 for cap in node.caps)
+                return [node._replace(passes=(1, 1) if has_one_pass else (2, total))]
             least, most = relaxed.passes or node.passes
             used = len(relaxed.micro_batches[0])
             if least <= used < most or most > _SIMILAR * least + 1:

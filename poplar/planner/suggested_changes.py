@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from poplar.planner import what_if
 from poplar.planner.baselines import policy_shortfall
@@ -76,11 +77,11 @@ def suggested_changes(
     higher = [stage for stage in others if stage > highest]
     lower = [stage for stage in others if stage < highest]
     fitting = (
-        stage
+        f"stage {stage}"
         for stage in (*higher, *reversed(lower))
         if fitting_stage(cluster, [stage]) is not None
     )
-    found = [f"stage {stage}" for stage in fitting][:1]
+    found = list(islice(fitting, 1))
     of_exact = stages if request.policy == "exact" or allowed.policies else ()
     stage = fitting_stage(cluster, of_exact, request._replace(policy="exact"))
     if stage is not None:
@@ -98,13 +99,13 @@ def suggested_changes(
             what_if.recomputing(cluster, ranks)
             for ranks in [*sorted(lacking, key=len), all_ranks.ranks]
         )
-        found += list(filter(None, map(suggestion, recomputing)))[:1]
+        found += islice(filter(None, map(suggestion, recomputing)), 1)
     # Each device on its own: equal devices of a group have the least memory of any of them.
     too_small = {*lacking, *((rank,) for ranks in lacking for rank in ranks)}
     too_small |= {group.ranks for group in groups}
     fewer = sorted(too_small - {all_ranks.ranks, ()}, key=lambda ranks: (len(ranks), ranks))
     smaller = (what_if.without(measured, ranks) for ranks in fewer)
-    found += list(filter(None, map(suggestion, smaller)))[:1]
+    found += islice(filter(None, map(suggestion, smaller)), 1)
     memory_groups = [*groups, all_ranks] if len(groups) > 1 else groups
     more_memory = [
         (len(group.ranks), partial(what_if.more_memory, cluster, group)) for group in memory_groups

@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import clusters
@@ -15,7 +16,6 @@ import pytest
 from clusters import cluster_of, network_of
 from subset import choose
 
-from poplar.hardware.cluster_file import HostEntry
 from poplar.hardware.simulated_cluster import network_profile
 from poplar.planner.active_ranks import active_sets, without_ranks
 from poplar.planner.explain import explain
@@ -57,25 +57,14 @@ def random_flat_cluster(draw: random.Random) -> ClusterProfile:
     return flat_cluster(speeds, rates)
 
 
-def host_entry(draw: random.Random, ranks: int) -> HostEntry:
-    link, network = draw.choice((1e8, 1e9)), draw.choice((1e6, 1e7, 1e8))
-    return random_host(ranks, link, network)
-
-
-def random_host(ranks: int, link: float, network: float):
+def random_host(draw: random.Random, ranks: int) -> SimpleNamespace:
     """What `network_profile` reads of a host."""
-
-    @dataclasses.dataclass
-    class Host:
-        ranks: int
-        link_bytes_per_s: float
-        network_bytes_per_s: float
-
-    return Host(ranks, link, network)
+    link, network = draw.choice((1e8, 1e9)), draw.choice((1e6, 1e7, 1e8))
+    return SimpleNamespace(ranks=ranks, link_bytes_per_s=link, network_bytes_per_s=network)
 
 
 def random_hosts(draw: random.Random) -> ClusterProfile:
-    hosts = [host_entry(draw, draw.randint(1, 2)) for _ in range(draw.randint(2, 3))]
+    hosts = [random_host(draw, draw.randint(1, 2)) for _ in range(draw.randint(2, 3))]
     if sum(host.ranks for host in hosts) == len(hosts):
         hosts[0].ranks = 2
     devices = tuple(
