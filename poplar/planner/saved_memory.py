@@ -199,6 +199,12 @@ def can_host(device: DeviceProfile) -> bool:
     return device.host_optimizer_seconds is not None and device.host_memory_bytes > 0
 
 
+def may_host(costs: StageCosts, request: Request) -> bool:
+    """Whether ranks may keep state in host memory, where no parameters are encoded."""
+    sent = costs.cluster.communication.at(costs.stage).parameters
+    return request.may_host and sent == "exact" and any(map(can_host, costs.cluster.devices))
+
+
 def with_all_on_host(cluster: ClusterProfile) -> ClusterProfile:
     """The cluster if every rank keeps its state in host memory, as far as it can."""
     return hosting(cluster, [float(can_host(device)) for device in cluster.devices])

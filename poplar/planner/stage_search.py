@@ -22,9 +22,9 @@ from poplar.planner.factored_costs import exchanges_of
 from poplar.planner.memory_shortfall import NoPlanFits, Request
 from poplar.planner.persistent_units import fastest_plan_with_persistent_units
 from poplar.planner.saved_memory import (
-    can_host,
     fastest_plan_with_host_state,
     fastest_plan_with_recomputation,
+    may_host,
     memory_may_bind,
 )
 from poplar.planner.simple_plans import simplified
@@ -93,13 +93,11 @@ class StageSearch:
             if active and stage in self._best and active.bounds[stage] >= limit:
                 continue
             costs = StageCosts(cluster, stage)
-            sends_all = cluster.communication.at(stage).parameters == "exact"
-            request = self._request._replace(may_host=self._request.may_host and sends_all)
-            missing = request_shortfall(costs, request)
+            missing = request_shortfall(costs, self._request)
             if missing is not None:
                 shortfalls.append(missing)
                 continue
-            found = self._found(costs, request._replace(below=limit))
+            found = self._found(costs, self._request._replace(below=limit))
             if stage not in self._best or found.seconds < limit:
                 left_out = active.left_out if active else ()
                 self._best[stage] = found._replace(plan=found.plan.beside(left_out))
@@ -178,7 +176,7 @@ def _decide(request: Request, costs: StageCosts) -> Decision:
 def _decide_with_host_state(request: Request, costs: StageCosts) -> Decision:
     """As `_decide`, at a stage at which a plan fits; with host state if that is faster."""
     plain = request._replace(may_host=False)
-    if not request.may_host or not any(map(can_host, costs.cluster.devices)):
+    if not may_host(costs, request):
         return _decide(plain, costs)
 
     def decide(costs: StageCosts, below: float = math.inf) -> Decision | None:

@@ -16,7 +16,11 @@ from poplar.planner import what_if
 from poplar.planner.baselines import policy_shortfall
 from poplar.planner.cost_model import StageCosts
 from poplar.planner.memory_shortfall import Allowed, Request, Shortfall
-from poplar.planner.saved_memory import shortfall_with_recomputation, with_all_on_host
+from poplar.planner.saved_memory import (
+    may_host,
+    shortfall_with_recomputation,
+    with_all_on_host,
+)
 from poplar.planner.what_if import Changed, DeviceGroup, device_groups, with_equal_devices
 from poplar.values.profile import ClusterProfile
 
@@ -30,13 +34,11 @@ def request_shortfall(costs: StageCosts, request: Request) -> Shortfall | None:
     Args:
         costs: without recomputation and without state in host memory.
     """
-    if request.may_host:
+    if may_host(costs, request):
         plain = request._replace(may_host=False)
-        missing = request_shortfall(costs, plain)
-        hosted = with_all_on_host(costs.cluster)
-        if missing is None or hosted == costs.cluster:
-            return missing
-        return request_shortfall(replace(costs, cluster=hosted), plain)
+        if request_shortfall(costs, plain) is None:
+            return None
+        return request_shortfall(replace(costs, cluster=with_all_on_host(costs.cluster)), plain)
     if request.may_recompute:
         return shortfall_with_recomputation(costs, request)
     return policy_shortfall(costs, request)
@@ -59,8 +61,10 @@ def suggested_changes(
     ) -> int | None:
         """The highest of the stages at which a plan fits."""
         for stage in sorted(stages, reverse=True):
-            costs = StageCosts(changed, stage)
-            if any(memory.is_too_small for memory in costs.memories):
+            costs = least = StageCosts(changed, stage)
+            if may_host(costs, wanted):
+                least = StageCosts(with_all_on_host(changed), stage)
+            if any(memory.is_too_small for memory in least.memories):
                 continue
             if request_shortfall(costs, wanted) is None:
                 return stage

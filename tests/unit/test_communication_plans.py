@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_oracle import STAGES
 from subset import choose
+from test_suggested_changes import added_by, with_memory
 
 from poplar import Plan, predict, simulate
 from poplar.drift import replanning
@@ -319,8 +320,10 @@ def test_encoded_parameters_leave_no_state_on_the_host() -> None:
     assert search(profile, **wanted).host_state
     gradients = Communication(gradients="int8")
     assert search(profile, **wanted, communication=gradients).host_state
-    with pytest.raises(NoPlanFits):
+    with pytest.raises(NoPlanFits) as caught:
         search(profile, **wanted, communication="int8")
+    more = added_by(next(one for one in caught.value.suggestions if "memory" in one))
+    assert search(with_memory(profile, *more), **wanted, communication="int8")
 
 
 def test_an_unknown_precision_is_an_error() -> None:

@@ -11,6 +11,7 @@ from all_ranks import search
 from clusters import cluster_of, device
 from planning_oracle import STAGES, Oracle, random_cluster, share_grid
 from test_search import seconds_of
+from test_suggested_changes import added_by, with_memory
 
 from poplar.planner.calibration import plans_to_observe
 from poplar.planner.explain import explain
@@ -134,6 +135,18 @@ def test_errors_name_it():
     less = dataclasses.replace(plan, host_state=(0.0, 0.1))
     with pytest.raises(DoesNotFit, match="as far as possible in host memory"):
         predict(cluster, less)
+
+
+def test_suggestions_count_on_state_in_host_memory():
+    """Rank 1 cannot hold its state, so no suggestion may rest on that."""
+    with pytest.raises(NoPlanFits, match=r"state in host memory \(host_state='auto'\) at stage 0"):
+        search(unequal(13 * MB), global_batch=16, stages=[0], host_state="never")
+    cluster = unequal(2 * MB)
+    with pytest.raises(NoPlanFits) as caught:
+        search(cluster, global_batch=16, stages=[0])
+    ranks, mebibytes = added_by(next(one for one in caught.value.suggestions if "memory" in one))
+    assert found(with_memory(cluster, ranks, mebibytes), stages=[0]) is not None
+    assert found(with_memory(cluster, ranks, mebibytes - 1), stages=[0]) is None
 
 
 def test_it_is_predicted_simulated_and_explained():
