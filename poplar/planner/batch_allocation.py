@@ -224,7 +224,7 @@ class SynchronizedPasses:
         """Lower bounds on the step, without its tail, at the corners of a box of communication.
 
         Each list has the values of a function that is concave within the box: the minimum of linear
-        functions.
+        functions, because every synchronization is bounded by its tangent at `least`.
 
         Args:
             least: of each collective.
@@ -233,23 +233,13 @@ class SynchronizedPasses:
                 bounds by the number of passes. They do not look at single samples, so those of the
                 first list may be larger.
         """
-        bounded = self._bounded(least)
-        corners = [(corner, bounded(corner)) for corner in _corners(least, most)]
-        yield [(corner, self._cover(seconds)[0]) for corner, seconds in corners]
-        if passes is not None:
-            yield [(corner, self._least_by_number(seconds, passes)) for corner, seconds in corners]
-
-    def _bounded(self, least: CommunicationSeconds) -> Callable[[CommunicationSeconds], SecondsOf]:
-        """By communication, lower bounds on the seconds of each size of some columns: every
-        synchronization is bounded by its tangent at `least`.
-        """
 
         @cache
         def tangents(schedule: CommunicationSchedule, columns: Columns) -> list[Exposure]:
             return list(map(schedule.tangents_at(least), columns.synchronizations))
 
-        def at(communication: CommunicationSeconds) -> SecondsOf:
-            gather, reduce = communication
+        def bounded(corner: CommunicationSeconds) -> SecondsOf:
+            gather, reduce = corner
 
             def seconds(schedule: CommunicationSchedule, columns: Columns) -> list[float]:
                 bounds = [
@@ -264,7 +254,10 @@ class SynchronizedPasses:
 
             return cache(seconds)
 
-        return at
+        corners = [(corner, bounded(corner)) for corner in _corners(least, most)]
+        yield [(corner, self._cover(seconds)[0]) for corner, seconds in corners]
+        if passes is not None:
+            yield [(corner, self._least_by_number(seconds, passes)) for corner, seconds in corners]
 
     def _least_by_number(self, seconds: SecondsOf, passes: tuple[int, int]) -> float:
         """The least seconds of some number of passes if those after the first one are as large as

@@ -52,7 +52,7 @@ class Alternation:
         A plan, if one fits.
         """
         costs, request = self.costs, self.request
-        even = (1.0 / costs.cluster.world_size,) * costs.cluster.world_size
+        even = costs.cluster.even_shares
         if not costs.shares_matter:
             return self.best_batches(even)
         _, shares = least_of_several_passes(costs, request)

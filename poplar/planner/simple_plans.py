@@ -51,7 +51,7 @@ def simplified(
     seconds = costs.step_seconds(plan.micro_batches, plan.shares)
     limit = seconds * (1.0 + preference + _ROUNDING)
     chosen = Candidate(seconds, plan.micro_batches, plan.shares)
-    even = solvers.best_batches((1.0 / plan.world_size,) * plan.world_size)
+    even = solvers.best_batches(cluster.even_shares)
     if even.seconds <= limit:
         chosen = with_smaller_passes_first(costs, even)
     if costs.synchronizes_every_pass:
