@@ -115,7 +115,8 @@ def with_equal_devices(cluster: ClusterProfile, groups: Sequence[DeviceGroup]) -
         memory_bytes = min(device.memory_bytes for device in own)
         device = replace(cluster.devices[middle], memory_bytes=memory_bytes)
         for rank in group.ranks:
-            median[rank], devices[rank] = middle, device
+            median[rank] = middle
+            devices[rank] = replace(device, host=cluster.devices[rank].host)
     links = replace(of_ranks(cluster, median).network, hosts=cluster.network.hosts)
     return replace(cluster, devices=tuple(devices), network=links)
 

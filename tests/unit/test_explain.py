@@ -332,6 +332,14 @@ def test_devices_of_a_group_are_made_equal():
     assert smooth.devices[0].seconds(16) == middle
 
 
+def test_devices_of_a_group_stay_on_their_hosts():
+    """What the collectives of some ranks take depends on their hosts."""
+    kinds = {"a": 4.0, "b": 4.0, "c": 1.0, "d": 1.0}
+    devices = [device(speed, host=host) for host, speed in kinds.items() for _ in range(9)]
+    cluster = cluster_of(*devices)
+    assert with_equal_devices(cluster, device_groups(cluster)) == cluster
+
+
 def test_a_rank_with_large_pass_overhead_is_in_another_group():
     """Its plain passes are as fast as those of the other 39 ranks."""
     slow = dataclasses.replace(device(), pass_overhead_seconds=(0.5,) * 4)
