@@ -17,8 +17,8 @@ from poplar.planner.calibration import refine
 from poplar.planner.cost_model import costs_of, step_seconds_of
 from poplar.planner.explain import explain
 from poplar.planner.factored_costs import Exchange, factored_traffic, seconds_of_exchange
-from poplar.profiler.passes import counting_rows
 from poplar.planner.stage_search import worthwhile
+from poplar.profiler.passes import counting_rows
 from poplar.simulator.step_simulation import simulate
 from poplar.values.observation import Observation
 from poplar.values.profile import ClusterProfile, LinearLayer, ModelProfile
