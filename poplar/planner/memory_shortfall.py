@@ -109,13 +109,13 @@ def memory_shortfall(costs: StageCosts, request: Request) -> Shortfall | None:
     Ranks that are too small even without samples and state are reported before others.
     """
     caps, shares = least_of_several_passes(costs, request)
-    if suffice(largest_shares(costs, caps)):
+    if _shares_fit(costs, caps):
         return None
     found = shortfall_at(costs, caps, shares)
     samples, shares_of_one = least_of_one_pass(costs, request)
     if samples:
         caps = list(map(Caps, samples))
-        if suffice(largest_shares(costs, caps)):
+        if _shares_fit(costs, caps):
             return None
         other = shortfall_at(costs, caps, shares_of_one)
         found = min(filter(None, (found, other)), key=lambda one: one.total_bytes)
@@ -123,6 +123,22 @@ def memory_shortfall(costs: StageCosts, request: Request) -> Shortfall | None:
     nothing = [Caps(0)] * len(shares)
     too_small = shortfall_at(costs, nothing, [0.0] * len(shares))
     return too_small._replace(total_bytes=found.total_bytes) if too_small else found
+
+
+def _shares_fit(costs: StageCosts, caps: Sequence[Caps]) -> bool:
+    """Whether shares of some plan fit beside these passes.
+
+    Where no state is sharded, ranks still receive their shares of the reductions, which are even in
+    every plan.
+    """
+    if costs.shares_matter:
+        return suffice(largest_shares(costs, caps))
+    return shortfall_at(costs, caps, costs.cluster.even_shares) is None
+
+
+def _least_shares(costs: StageCosts) -> tuple[float, ...]:
+    """By rank, the least share that a plan can give to it."""
+    return (0.0,) * costs.cluster.world_size if costs.shares_matter else costs.cluster.even_shares
 
 
 def shortfall_at(
@@ -200,11 +216,13 @@ def least_of_several_passes(
     one_sample = Caps(1, 1)
     if request.global_batch == 1:
         idle, one_sample = Caps(0), Caps(1)
+    least = _least_shares(costs)
 
     def cost_of_a_sample(rank: int) -> tuple[float, float]:
         """Bytes that the rank lacks for a sample, and the share that it can hold less."""
         beside_sample = costs.memories[rank].largest_share(one_sample)
-        lacking = 0.0 if beside_sample >= 0.0 else missing_bytes(costs, rank, one_sample, 0.0)
+        lacks = beside_sample < least[rank]
+        lacking = missing_bytes(costs, rank, one_sample, least[rank]) if lacks else 0.0
         return lacking, room[rank] - max(0.0, beside_sample)
 
     caps = [idle] * costs.cluster.world_size
@@ -212,6 +230,8 @@ def least_of_several_passes(
     costs_of_a_sample = costs.by_rank(cost_of_a_sample)
     rank = costs_of_a_sample.index(min(costs_of_a_sample))
     caps[rank] = one_sample
+    if not costs.shares_matter:
+        return caps, least
     others = math.fsum(room) - room[rank]
     shares = [own / max(1.0, others) for own in room]
     shares[rank] = max(0.0, 1.0 - others)
@@ -226,14 +246,18 @@ def least_of_one_pass(
     Empty if no pass holds the global batch, even without state.
     """
     total = request.global_batch
-    at_most = min(total, request.max_micro_batch)
-    most = costs.by_rank(lambda rank: costs.memories[rank].largest_caps(0.0, at_most).first)
+    at_most, least = min(total, request.max_micro_batch), _least_shares(costs)
+    most = costs.by_rank(
+        lambda rank, share: costs.memories[rank].largest_caps(share, at_most).first, least
+    )
     if min(most) < 0 or sum(most) < total:
         return (), ()
     room = costs.by_rank(
         lambda rank, largest: tuple(costs.memories[rank].largest_shares(largest, later=False)), most
     )
     batches = largest_sum(room, total)
+    if not costs.shares_matter:
+        return tuple(batches), least
     shares = [own[batch] for own, batch in zip(room, batches, strict=True)]
     together = math.fsum(shares)
     if together <= 0.0:

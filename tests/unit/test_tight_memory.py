@@ -7,6 +7,7 @@ import math
 import random
 
 import planning_oracle
+import pytest
 from all_ranks import search
 from planning_oracle import STAGES, Oracle
 from subset import choose
@@ -15,6 +16,7 @@ from test_search import LARGEST_GLOBAL_BATCH, some_shares
 from poplar.planner.memory_model import Caps, rank_memory
 from poplar.planner.prediction import fits
 from poplar.planner.search import NoPlanFits
+from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
 
 CLUSTERS = choose(quick=40, full=300)
@@ -102,3 +104,32 @@ def test_search_equals_exhaustive_search_over_hosts():
         least = oracle.best(2, shares)
         assert seconds * (1.0 - gap) <= least * (1.0 + 1e-9), f"seed {seed}, stage {stage}"
     assert found > 0
+
+
+def test_replicated_state_over_hosts_needs_the_memory_of_even_shares():
+    """At stage 0 every plan has even shares: a rank receives its part of the sums of other hosts."""
+    draw = random.Random(0)
+    cluster = planning_oracle.random_cluster(draw, 3, 0)
+    network = dataclasses.replace(
+        cluster.network,
+        hosts=(0, 1, 2),
+        receive_buffers="freed",
+        network_seconds_per_byte=(1.0,) * 3,
+        send_seconds_per_byte=(1.0,) * 3,
+        receive_seconds_per_byte=(1.0,) * 3,
+    )
+    cluster = dataclasses.replace(cluster, network=network, memory_reserve=0.0).with_devices(
+        lambda device: dataclasses.replace(device, memory_bytes=10**15)
+    )
+    least = [rank_memory(cluster, 0, 0).needed(Caps(0), share) for share in (0.0, 1 / 3)]
+    assert least[1] > least[0] + 100
+
+    def plan_with(memory_bytes: float) -> Plan:
+        first, *others = cluster.devices
+        first = dataclasses.replace(first, memory_bytes=math.ceil(memory_bytes))
+        limited = dataclasses.replace(cluster, devices=(first, *others))
+        return search(limited, global_batch=4, stages=(0,))
+
+    assert plan_with(least[1]).micro_batches[0] in ((), (0,))
+    with pytest.raises(NoPlanFits, match="rank 0 .* needs at least"):
+        plan_with(sum(least) / 2)
