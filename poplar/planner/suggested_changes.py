@@ -96,7 +96,8 @@ def suggested_changes(
         and not request.may_host
         and found[-1:] != [f"policy exact at stage {stage}"]
     ):
-        found.append(f"state in host memory (host_state='auto') at stage {stage}")
+        policy = "" if request.policy == "exact" else "policy exact with "
+        found.append(f"{policy}state in host memory (host_state='auto') at stage {stage}")
     lacking = {tuple(one.bytes_by_rank) for one in shortfalls}
     if request.policy == "exact" and not request.may_recompute:
         recomputing = (

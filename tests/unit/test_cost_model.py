@@ -300,7 +300,7 @@ def test_a_negative_residual_shortens_the_reported_communication():
 # The prediction as a value
 
 
-def test_a_prediction_is_json_without_an_optimality_gap_unless_it_was_searched():
+def test_a_prediction_is_json_and_has_an_optimality_gap_if_its_plan_was_searched():
     prediction = predict(a_cluster(), a_plan(1))
     content = json.loads(json.dumps(prediction.to_dict()))
     assert prediction.optimality_gap is content["optimality_gap"] is None

@@ -138,9 +138,11 @@ def test_errors_name_it():
 
 
 def test_suggestions_count_on_state_in_host_memory():
-    """Rank 1 cannot hold its state, so no suggestion may rest on that."""
+    """Rank 1 can hold its state in host memory only: more memory is suggested for the rest."""
     with pytest.raises(NoPlanFits, match=r"state in host memory \(host_state='auto'\) at stage 0"):
         search(unequal(13 * MB), global_batch=16, stages=[0], host_state="never")
+    with pytest.raises(NoPlanFits, match=r"policy exact with state in host memory \(host_state"):
+        search(unequal(13 * MB), global_batch=16, stages=[0], policy="even")
     cluster = unequal(2 * MB)
     with pytest.raises(NoPlanFits) as caught:
         search(cluster, global_batch=16, stages=[0])

@@ -58,7 +58,7 @@ def test_only_what_the_caller_can_search_for_is_suggested():
     assert again.suggestions == caught.value.suggestions
 
 
-def test_no_policy_is_suggested_to_callers_that_have_one():
+def test_the_exact_policy_is_suggested_unless_the_caller_rules_out_policies():
     cluster = cluster_of(device(memory=200 * MB), device(memory=66 * MB))
     with pytest.raises(NoPlanFits) as caught:
         search(cluster, global_batch=4, stages=(2,), policy="even")

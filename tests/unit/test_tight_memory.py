@@ -107,7 +107,7 @@ def test_search_equals_exhaustive_search_over_hosts():
 
 
 def test_replicated_state_over_hosts_needs_the_memory_of_even_shares():
-    """At stage 0 every plan has even shares: a rank receives its part of the sums of other hosts."""
+    """At stage 0 all shares are even: a rank receives its part of the sums of other hosts."""
     draw = random.Random(0)
     cluster = planning_oracle.random_cluster(draw, 3, 0)
     network = dataclasses.replace(
@@ -131,5 +131,5 @@ def test_replicated_state_over_hosts_needs_the_memory_of_even_shares():
         return search(limited, global_batch=4, stages=(0,))
 
     assert plan_with(least[1]).micro_batches[0] in ((), (0,))
-    with pytest.raises(NoPlanFits, match="rank 0 .* needs at least"):
+    with pytest.raises(NoPlanFits, match=r"rank 0 .* needs at least"):
         plan_with(sum(least) / 2)
