@@ -116,7 +116,8 @@ def probe(
 
     Args:
         known: points measured in another way. If there are any, the last one takes the place of the
-            small sizes: it is measured again, as a reference for the new ones.
+            small sizes: it is measured again, as a reference for the new ones. If it does not fit,
+            the largest one that does is measured again, and no new ones.
 
     Raises:
         torch.OutOfMemoryError: not even the first size fits.
@@ -125,15 +126,19 @@ def probe(
     sizes: list[BatchPoint] = []
     over: BatchPoint | None = None
     too_large, confirmations = max_batch + 1, CONFIRMATIONS
-    small = [known[-1].batch] if known else [size for size in SMALL_SIZES if size <= max_batch]
-    size = small.pop(0)
+    reference = _reference(passes, known, activation_bytes) if known else None
+    small = [size for size in SMALL_SIZES if size <= max_batch] if reference is None else []
+    size = small.pop(0) if reference is None else reference.batch
     while True:
-        tried = _first_pass(passes, size, must_fit=not sizes)
+        tried = reference or _first_pass(passes, size, must_fit=not sizes)
+        reference = None
         if tried is not None and (tried.activation_bytes <= activation_bytes or not sizes):
             sizes.append(tried)
         else:
             too_large, over = size, tried
         yield sizes
+        if known and size < known[-1].batch:
+            return
         last = sizes[-1]
         line = [*known[:-1], *sizes, *([over] if over else [])]
         largest = min(max_batch, too_large - 1, last.batch * limits.longest_seconds / last.seconds)
@@ -149,6 +154,17 @@ def probe(
             small, size, confirmations = [], int(largest), confirmations - 1
         else:
             return
+
+
+def _reference(passes: Passes, known: Sequence[BatchPoint], activation_bytes: float) -> BatchPoint:
+    """The first pass of the largest known size that fits; see `probe`."""
+    first, *others = [p for p in known if p.activation_bytes <= activation_bytes] or known[:1]
+    for point in reversed(others):
+        if tried := _first_pass(passes, point.batch, must_fit=False):
+            return tried
+    smallest = _first_pass(passes, first.batch, must_fit=True)
+    assert smallest is not None
+    return smallest
 
 
 def largest_on_a_line(points: Sequence[BatchPoint], activation_bytes: float) -> float:

@@ -268,6 +268,18 @@ def test_known_points_take_the_place_of_small_sizes():
     assert machine.tried == [8, 30]
 
 
+@pytest.mark.parametrize(
+    ("activation_bytes", "ends_at", "tried"),
+    [(450, PLENTY, [4]), (PLENTY, 4, [8, 4, 2]), (50, PLENTY, [1])],
+)
+def test_the_largest_known_size_that_still_fits_is_measured_again(activation_bytes, ends_at, tried):
+    """A rank with most of the shards may have less memory for activations than beside the model."""
+    machine = Machine(ends_at=ends_at)
+    known = [first_pass(size, 0.01 * size, 100 * size) for size in (1, 2, 4, 8)]
+    assert probed(machine, known=known, activation_bytes=activation_bytes) == tried[-1:]
+    assert machine.tried == tried
+
+
 @pytest.mark.parametrize(("max_batch", "longest", "expected"), [(16, 1e9, 16), (999, 0.2, 20)])
 def test_probing_ends_at_max_batch_and_at_the_longest_pass(max_batch, longest, expected):
     assert probed(Machine(), max_batch=max_batch, longest_seconds=longest)[-1] == expected
