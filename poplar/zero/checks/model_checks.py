@@ -42,13 +42,15 @@ def reject_wrapped(model: nn.Module) -> None:
             )
 
 
-def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def batch_norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
     """BatchNorm modules with their names."""
     return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
 
 
-def reject_batch_norm(named: Sequence[tuple[str, nn.Module]], *, allowed: bool) -> None:
-    """Reject `batch_norms` in training mode; where they are allowed, those that communicate."""
+def reject_batch_norm(named: Sequence[tuple[str, _BatchNorm]], *, allowed: bool) -> None:
+    """Reject `batch_norms` that take the statistics of a micro-batch: those in training mode, and
+    in any mode those that keep none. Where they are allowed, those that communicate.
+    """
     for name, module in named:
         if module.training and _communicates(module):
             raise ValueError(
@@ -58,16 +60,21 @@ def reject_batch_norm(named: Sequence[tuple[str, nn.Module]], *, allowed: bool) 
                 "or LayerNorm, freeze it with .eval(), or use a plain BatchNorm, whose statistics "
                 "per micro-batch allow_forward_state=True accepts"
             )
-        if module.training and not allowed:
+        keeps_none = module.running_mean is None
+        if (module.training or keeps_none) and not allowed:
+            kind, freeze = "in training mode", "freeze it with .eval()"
+            if keeps_none:
+                kind = "with track_running_stats=False, which has no evaluation mode"
+                freeze = "build it with track_running_stats=True and freeze it with .eval()"
             raise ValueError(
-                f"module {name!r} is a BatchNorm in training mode: its statistics couple the "
+                f"module {name!r} is a BatchNorm {kind}: its statistics couple the "
                 "samples of a micro-batch, so the gradient depends on how the batch is split. Use "
-                "GroupNorm or LayerNorm, freeze it with .eval(), or accept statistics per "
+                f"GroupNorm or LayerNorm, {freeze}, or accept statistics per "
                 "micro-batch with allow_forward_state=True"
             )
 
 
-def _communicates(module: nn.Module) -> bool:
+def _communicates(module: _BatchNorm) -> bool:
     """Whether a BatchNorm in training mode takes its statistics from several ranks."""
     return (
         isinstance(module, nn.SyncBatchNorm)
