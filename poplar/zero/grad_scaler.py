@@ -54,7 +54,8 @@ class GradScaler(TorchGradScaler):
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()"
             )
-        scale = self.make_scale(optimizer.param_groups[0]["params"][0].device)
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        scale = self.make_scale(next(parameters).device)  # the first group may be empty
         assert scale is not None
         flag = optimizer._multiply_gradient(scale.double().reciprocal())
         state["found_inf_per_device"] = {flag.device: flag}

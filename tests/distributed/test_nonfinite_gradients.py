@@ -148,6 +148,28 @@ def test_a_scaler_does_not_skip_for_ever(ranks: Pool) -> None:
     training.assert_raised([failures[0] for failures in by_rank], "NaN or infinite")
 
 
+def scale_with_an_empty_first_group() -> bool:
+    """Whether a step changes the parameters; param groups by weight decay may be empty."""
+    model = nn.Linear(4, 1).to(harness.device())
+    optimizer = HeteroZeroOptimizer(
+        model,
+        torch.optim.SGD,
+        params=[{"params": [], "weight_decay": 0.1}, {"params": list(model.parameters())}],
+        stage=1,
+        process_group=harness.group(),
+        lr=0.1,
+    )
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    scaler = poplar.GradScaler(harness.device().type, init_scale=8.0)
+    batch = torch.ones(2, 4, device=harness.device())
+    optimizer.train_step(lambda model, x: model(x).square().mean(), batch, scaler=scaler)
+    return not any(map(torch.equal, before, model.parameters()))
+
+
+def test_a_scaler_unscales_if_the_first_group_is_empty(ranks: Pool) -> None:
+    assert ranks.run(scale_with_an_empty_first_group, ranks=2) == [True, True]
+
+
 BAD_WEIGHTS = {
     "infinite sum": (lambda: 1e308, "sum to inf"),
     "negative": (lambda: -1.0 if harness.rank() == BAD_RANK else 3.0, "weight -1.0"),
