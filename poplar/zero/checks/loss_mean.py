@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from poplar.data import pytree
 from poplar.data.token_weights import IGNORE_INDEX, is_integer, tokens
 from poplar.zero.checks.recorded_loss import (
-    Call,
     OtherCallsError,
     RecordedLoss,
     WrittenState,
+    calls_by,
     is_loss,
 )
 from poplar.zero.micro_batch_loss import LossFunction
@@ -150,21 +150,28 @@ class FirstLossCheck:
             self._watch_own_loss(model)
 
     def _watch_own_loss(self, model: nn.Module) -> None:
-        recorded = RecordedLoss(model)
+        """Look at the next call of the model, or of a module of it, if that returns a loss."""
+        watch = ExitStack()
 
-        def own_loss(_model: nn.Module, inputs: Any) -> Tensor:
-            positional = [inputs[key] for key in inputs if isinstance(key, int)]
-            named = {key: inputs[key] for key in inputs if isinstance(key, str)}
-            output = recorded.calls[0].module(*positional, **named)
-            return next(t for t in pytree.tensors(output) if is_loss(t))
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            def own_loss(_model: nn.Module, inputs: Any) -> Tensor:
+                positional = [inputs[key] for key in inputs if isinstance(key, int)]
+                named = {key: inputs[key] for key in inputs if isinstance(key, str)}
+                return next(t for t in pytree.tensors(module(*positional, **named)) if is_loss(t))
 
-        def look(call: Call, inputs: Any) -> None:
-            if call.computes_loss and torch.is_grad_enabled():
-                self._look(replace(recorded, loss_fn=own_loss, batch=inputs), self._where, 6)
+            watch.close()
+            inputs = pytree.copied({**dict(enumerate(args)), **kwargs})
+            recorded = RecordedLoss(model, own_loss, inputs)
+            with recorded.recording():
+                output = module(*args, **kwargs)
+            returns_loss = bool(recorded.calls) and recorded.calls[0].computes_loss
+            if returns_loss and torch.is_grad_enabled():
+                self._look(recorded, self._where, 5)
                 if self._first is not None:
                     self._watch_own_loss(model)
+            return output
 
-        recorded.record_one(look)
+        watch.enter_context(calls_by(model, call))
 
     def watched(self, loss_fn: LossFunction, weight: Weight | None = None) -> LossFunction:
         """The loss function, which looks at the first micro-batches for which it is called.

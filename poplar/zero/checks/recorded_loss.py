@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,10 +30,6 @@ from poplar.zero.passes.collective_pass import in_backward
 _HALF = (torch.float16, torch.bfloat16)
 _PROBED = 4096
 """Elements of a row of a gradient that are compared, at least a half of them."""
-
-
-def _no_loss(_model: nn.Module, _batch: Any) -> Tensor:
-    raise OtherCallsError("no loss function is known")
 
 
 class OtherCallsError(Exception):
@@ -58,8 +54,8 @@ class RecordedLoss:
     """
 
     model: nn.Module
-    loss_fn: LossFunction = _no_loss
-    batch: Any = None
+    loss_fn: LossFunction
+    batch: Any
     calls: list[Call] = field(default_factory=list)
     is_rounded: bool = False
     """Some values were computed in 16 bits."""
@@ -84,29 +80,8 @@ class RecordedLoss:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """A context in which calls of the model and its modules are recorded."""
-        with _calls_by(self.model, self._record):
+        with calls_by(self.model, self._record):
             yield
-
-    def record_one(self, done: Callable[[Call, Any], None]) -> None:
-        """Record the next call that is not made inside of another one.
-
-        `done` takes it, and its arguments by position or name.
-        """
-        stack = ExitStack()
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            is_outermost = not self.calls
-            inputs = pytree.copied({**dict(enumerate(args)), **kwargs}) if is_outermost else None
-            try:
-                output = self._record(module, *args, **kwargs)
-            finally:
-                if is_outermost:
-                    stack.close()
-            if is_outermost and self.calls:
-                done(self.calls[0], inputs)
-            return output
-
-        stack.enter_context(_calls_by(self.model, call))
 
     def copied(self) -> RecordedLoss:
         """With outputs in memory of their own."""
@@ -366,13 +341,13 @@ def _joined(one: Any, two: Any) -> Any:
 def _replay_by(model: nn.Module, replay: _Replay) -> Iterator[None]:
     alone = _NoTrace(replay.state)
     other = OtherCallsError("another model with sharded parameters takes part in the loss")
-    calls, state = _calls_by(model, replay.call), replay.state.discarded()
+    calls, state = calls_by(model, replay.call), replay.state.discarded()
     with calls, state, forwards_refused(other), alone, torch.enable_grad():
         yield
 
 
 @contextmanager
-def _calls_by(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+def calls_by(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """A context in which `call(module, *args, **kwargs)` runs for calls of the model's modules.
 
     `_compiled_call_impl` replaces a module's hooks and forward, also for `nn.Module.compile`.
