@@ -58,10 +58,6 @@ class IssuedStep:
         losses = self.summary.losses.tolist()
         return [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
 
-    def settings_differ(self) -> bool:
-        """Whether settings that are tensors differ between the ranks. Synchronizes."""
-        return self.summary.settings is not None and bool(differ(self.summary.settings))
-
 
 def differ(by_rank: Tensor) -> Tensor:
     """Whether the values of the ranks differ; on the device."""
@@ -125,7 +121,7 @@ class NonFiniteSteps:
         step, self._found = self._found, None
         if step is None:
             return
-        self.reject_settings(step)
+        self._reject_settings(step)
         if step.scaled:  # no loss scale would end it if the parameters are the cause
             self.reject_parameters("a skipped step")
             return
@@ -141,9 +137,10 @@ class NonFiniteSteps:
             error = PoplarError(self._message(step, rank))
         raise_on_all_ranks(self._control, error, doing="a step")
 
-    def reject_settings(self, step: IssuedStep) -> None:
+    def _reject_settings(self, step: IssuedStep) -> None:
         """Raise on all ranks if settings that are tensors differed. Collective then."""
-        if step.settings_differ():
+        by_rank = step.summary.settings
+        if by_rank is not None and bool(differ(by_rank)):
             reject_different_settings(self._control, step.settings.by_name())
             names = ", ".join(name for name, _ in step.settings.tensors)
             raise agreed(ValueError(f"the ranks took a step with different values of {names}"))

@@ -413,15 +413,11 @@ class Step:
         engine, state = self._engine, self._engine.step
         try:
             self.nonfinite.raise_if_found()  # in the last step, if the device had not decided yet
-        except Exception:
-            self._engine.begin_step()
-            raise
-        if error is None:
-            error = caught(settings.check) or caught(self._adopt_replaced_data)
-            error = error or caught(self._update.allocate_state)
-            if error is not None and is_out_of_memory(error):
-                error = self._out_of_memory(error, None)
-        try:
+            if error is None:
+                error = caught(settings.check) or caught(self._adopt_replaced_data)
+                error = error or caught(self._update.allocate_state)
+                if error is not None and is_out_of_memory(error):
+                    error = self._out_of_memory(error, None)
             self._replicas.raise_if_different()
             summary = close_step(
                 engine.comm,
