@@ -240,7 +240,8 @@ def test_gradient_removed_on_one_rank_is_an_error_on_all(ranks: Pool, stage: int
     answers = ranks.run(remove_on_one_rank, Run(recipe, uneven(stage)))
     failures = training.assert_unchanged(answers, recipe)
     named = "['head.weight', 'head.bias'] on rank(s) [3]"
-    assert_raised(failures, "whose .grad is None", named, kind=ValueError)
+    advice = "give all ranks the same"
+    assert_raised(failures, "whose .grad is None", named, advice, kind=ValueError)
 
 
 def remove_on_one_rank_after_clipping(run: Run, clips_again: bool) -> list[Failure]:

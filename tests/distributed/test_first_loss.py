@@ -7,7 +7,6 @@ from typing import Any
 
 import models
 import pytest
-import ranks as harness
 import torch
 import training
 from ranks import Pool
@@ -89,19 +88,3 @@ def test_the_step_is_as_without_the_check(ranks: Pool) -> None:
     generator = torch.Generator().manual_seed(5)
     expected = [float(torch.rand((), generator=generator)) for _ in range(4)][::2]
     assert ranks.run(random_numbers_and_modes, run, ranks=3) == [(expected, True)] * 3
-
-
-def a_wrong_batch(run: Run) -> list[str]:
-    _, optimizer = training.prepare(run)
-    batch = training.batch_of(run, 0)
-    if harness.rank() == 1:
-        batch["targets"] = batch["targets"][:-1]
-    with harness.catching() as caught:
-        optimizer.train_step(models.mean_over_samples, batch)
-    return [failure.message for failure in caught]
-
-
-def test_a_wrong_batch_is_reported_by_the_step(ranks: Pool) -> None:
-    run = Run(Recipe(batches=(12,), loss="tokens"), plan_of(0))
-    for messages in ranks.run(a_wrong_batch, run, ranks=3):
-        assert "has 5 samples" in messages[0]

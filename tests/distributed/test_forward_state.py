@@ -492,32 +492,3 @@ def test_data_of_another_kind_is_noticed(ranks: Pool, change: Callable[[Tensor],
 def test_allowed_state_differs(ranks: Pool) -> None:
     for errors in ranks.run(all_steps, "writes", 2, {"allow_forward_state": True}, ranks=2):
         assert not any(errors.values()), errors
-
-
-def train_two_models(norm: Callable[[nn.Module], nn.Module], stage: int) -> str:
-    """Two steps of a generator, and of a critic whose forwards write vectors; the error, if any."""
-    torch.manual_seed(0)
-    generator, critic = linear(), nn.Sequential(norm(linear()), nn.Linear(6, 1))
-    given: dict[str, Any] = {"plan": plan_at(stage, EQUAL), "process_group": harness.group()}
-    first, second = (
-        HeteroZeroOptimizer(model, torch.optim.SGD, lr=0.01, **given)
-        for model in (generator, critic)
-    )
-    x = torch.randn(EQUAL.samples(harness.rank()), 6)
-    try:
-        for _ in range(2):
-            critic.requires_grad_(False)
-            first.train_step(lambda g, b: -critic(g(b)).mean(), x)
-            critic.requires_grad_(True)
-            second.train_step(lambda c, b: c(generator(b).detach()).mean(), x)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("norm", [spectral_norm, parametrizations.spectral_norm])
-def test_the_check_of_one_loss_leaves_other_models_equal_on_all_ranks(
-    ranks: Pool, norm: Callable[[nn.Module], nn.Module], stage: int
-) -> None:
-    assert ranks.run(train_two_models, norm, stage, ranks=2) == ["", ""]

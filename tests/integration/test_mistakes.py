@@ -198,16 +198,6 @@ def detached_loss(made: Made) -> None:
     made.optimizer.train_step(lambda model, batch: loss_fn(model, batch).detach(), made.batch)
 
 
-def trained_discriminator(made: Made) -> None:
-    """The generator's loss has gradients of another model, which its own optimizer trains."""
-    discriminator = models.build(RECIPE.spec)
-    own = made.new_optimizer(discriminator)
-    made.optimizer.train_step(
-        lambda model, batch: loss_fn(model, batch) + loss_fn(discriminator, batch), made.batch
-    )
-    own.step()
-
-
 def step_inside_full_parameters(made: Made) -> None:
     with made.optimizer.full_parameters():
         made.optimizer.train_step(loss_fn, made.batch)
@@ -269,13 +259,6 @@ def gradient_set_in_the_last_pass(made: Made) -> None:
         loss_fn(made.model, micro_batch).backward()
         if number == 1:
             made.model.head.bias.grad = torch.ones(37)
-    made.optimizer.step()
-
-
-def gradient_removed_on_one_rank(made: Made) -> None:
-    passes(made)
-    if harness.rank() == LAST:
-        made.model.head.zero_grad()
     made.optimizer.step()
 
 
@@ -688,7 +671,6 @@ MISTAKES = [
     Mistake(backward_in_the_loss_function, "must only return the loss"),
     Mistake(backward_in_the_first_loss_function, "must only return the loss", stages=(3,)),
     Mistake(detached_loss, "return the loss with its graph"),
-    Mistake(trained_discriminator, "requires_grad_(False)"),
     Mistake(evaluation_in_the_loss_function, "evaluate() inside loss_fn"),
     Mistake(training_in_the_loss_function, "train_step() inside loss_fn"),
     Mistake(loss_per_sample, "return the mean over the micro-batch"),
@@ -699,7 +681,6 @@ MISTAKES = [
     Mistake(gradient_set, "Use stage 0, or change the loss", stages=SHARDED),
     Mistake(gradient_removed_in_the_loop, "Set it after the loop, on every rank"),
     Mistake(gradient_set_in_the_last_pass, "Set it after the loop, on every rank"),
-    Mistake(gradient_removed_on_one_rank, "give all ranks the same"),
     Mistake(scale_with_torch, "poplar.GradScaler"),
     Mistake(fp16_without_a_loss_scale, "scaler = poplar.GradScaler"),
     Mistake(step_of_a_second_optimizer, "the gradient is not in .grad", stages=SHARDED),
