@@ -638,14 +638,17 @@ def test_micro_batches_after_a_small_one_with_large_outputs_are_compared(monkeyp
     assert told in warning_of_a_pass(loss_fn, Head(), [single, batch])
 
 
-def test_nothing_runs_on_one_rank_that_others_must_take_part_in(tmp_path):
-    """Collectives of the loss, and forwards of another model with sharded parameters."""
+@pytest.mark.parametrize(
+    "needs_others",
+    [lambda: dist.all_reduce(torch.ones(1)), engine_hooks.raise_if_refused],
+    ids=["a collective", "a model with sharded parameters"],
+)
+def test_nothing_runs_on_one_rank_that_others_must_take_part_in(tmp_path, needs_others):
     calls = []
 
     def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
         output = model(batch["x"])
-        engine_hooks.raise_if_refused()  # as an engine does at stage 3
-        dist.all_reduce(torch.ones(1))
+        needs_others()
         calls.append(len(output))
         return output.sum()
 
@@ -653,6 +656,8 @@ def test_nothing_runs_on_one_rank_that_others_must_take_part_in(tmp_path):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         assert warning_of_a_pass(loss_fn, Head(), [batch_of(0)]) is None
+        assert calls == [12], "only the pass itself"
+        assert wrong_weight(loss_fn, Head(), batch_of(0)) is None
     finally:
         dist.destroy_process_group()
     assert calls == [12]

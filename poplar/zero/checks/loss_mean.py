@@ -31,6 +31,7 @@ from poplar.zero.checks.recorded_loss import (
     OtherCallsError,
     RecordedLoss,
     WrittenState,
+    alone,
     calls_by,
     is_loss,
 )
@@ -69,8 +70,8 @@ def wrong_weight(
 ) -> str | None:
     """Why the weight of a loss is wrong, and what to do; None: it is right.
 
-    The model runs in evaluation mode, so dropout plays no part. Losses that raise there, random
-    losses and compiled models tell nothing: None.
+    The model runs in evaluation mode, so dropout plays no part, on this rank alone. Losses that
+    raise there or need other ranks, random losses and compiled models tell nothing: None.
 
     Args:
         loss_fn: as for `train_step`.
@@ -85,7 +86,7 @@ def wrong_weight(
             return None
         recorded = RecordedLoss(model, loss_fn, pytree.take(batch, range(samples)))
         preserved = model_preserved(model, next(model.parameters()).device)
-        with WrittenState().discarded(), preserved, torch.no_grad():
+        with alone(WrittenState()), preserved, torch.no_grad():
             set_evaluation_mode(model)
             with recorded.recording():
                 whole = recorded.loss(recorded.batch).item()

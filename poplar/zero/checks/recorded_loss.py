@@ -338,11 +338,19 @@ def _joined(one: Any, two: Any) -> Any:
 
 
 @contextmanager
-def _replay_by(model: nn.Module, replay: _Replay) -> Iterator[None]:
-    alone = _NoTrace(replay.state)
+def alone(state: WrittenState) -> Iterator[None]:
+    """A context for a loss that one rank computes alone: what needs other ranks raises.
+
+    `state`: of the modules that are called, which write to copies.
+    """
     other = OtherCallsError("another model with sharded parameters takes part in the loss")
-    calls, state = calls_by(model, replay.call), replay.state.discarded()
-    with calls, state, forwards_refused(other), alone, torch.enable_grad():
+    with state.discarded(), forwards_refused(other), _NoTrace(state):
+        yield
+
+
+@contextmanager
+def _replay_by(model: nn.Module, replay: _Replay) -> Iterator[None]:
+    with calls_by(model, replay.call), alone(replay.state), torch.enable_grad():
         yield
 
 
