@@ -114,17 +114,6 @@ def test_state_is_complete_before_it_is_read() -> None:
         host.steps.raise_if_found()
 
 
-def test_a_skipped_step_raises_if_the_parameters_are_the_cause() -> None:
-    host = Host("skip")
-    host.nonfinite = "layer.weight"
-    host.end_step(1.0, 2.0, norm=float("nan"))
-    with (
-        pytest.warns(UserWarning, match="skipped: the gradient norm"),
-        pytest.raises(PoplarError, match=r"'layer.weight' has values that are NaN"),
-    ):
-        host.steps.raise_if_found()
-
-
 def test_a_step_that_a_loss_scaler_skips_is_read_in_the_next_one_without_an_error() -> None:
     host = Host()
     host.end_step(float("inf"), 2.0, norm=float("inf"), scaled=True)
