@@ -663,6 +663,32 @@ def test_nothing_runs_on_one_rank_that_others_must_take_part_in(tmp_path, needs_
     assert calls == [12]
 
 
+class Branches(Head):
+    """Its forward has two branches, of which one may write a frozen parameter."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.writes = writes
+        self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        scores = super().forward(values)
+        return torch.cond(scores.sum() > 1e9, torch.zeros_like, self.scaled, (scores,))
+
+    def scaled(self, scores: Tensor) -> Tensor:
+        if self.writes:
+            self.frozen.add_(1)
+        return scores * self.frozen
+
+
+def test_branches_of_a_forward_run_without_writes_to_frozen_parameters():
+    loss_fn, told = no_means()["ignored steps"]
+    assert told in wrong_weight(loss_fn, Branches(writes=False), batch_of(3))
+    model = Branches(writes=True)
+    assert wrong_weight(loss_fn, model, batch_of(3)) is None
+    assert model.frozen.item() == 1
+
+
 def test_random_losses_and_losses_that_raise_tell_nothing():
     def random(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return cross_entropy(model, batch) * torch.rand(())

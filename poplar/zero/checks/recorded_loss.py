@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from poplar.data import pytree
 from poplar.zero.engine_hooks import forwards_refused
@@ -302,17 +304,31 @@ def _address(tensor: Tensor) -> int:
 class _NoTrace(TorchDispatchMode):
     """Collectives raise, as no other rank takes part, and so do writes to frozen parameters."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, state: WrittenState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._state = state
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            args, kwargs = tree_map_only(callable, self._guarded, (args, kwargs or {}))
+            return func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             raise OtherCallsError(f"the loss calls {func}")
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and any(map(self._state.has, pytree.tensors(value))):
                 raise OtherCallsError(f"the loss writes a frozen parameter by {func}")
         return func(*args, **(kwargs or {}))
+
+    def _guarded(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that an operator such as `torch.cond` calls, in this mode."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return body(*args, **kwargs)
+
+        return run
 
 
 def is_loss(tensor: Tensor) -> bool:
@@ -339,9 +355,13 @@ def _joined(one: Any, two: Any) -> Any:
 
 @contextmanager
 def alone(state: WrittenState) -> Iterator[None]:
-    """A context for a loss that one rank computes alone: what needs other ranks raises.
+    """A context for a loss that one rank computes alone.
 
-    `state`: of the modules that are called, which write to copies.
+    Collectives, forwards of other models with sharded parameters, and in-place writes to frozen
+    parameters raise.
+
+    Args:
+        state: of the modules that are called, which write to copies.
     """
     other = OtherCallsError("another model with sharded parameters takes part in the loss")
     with state.discarded(), forwards_refused(other), _NoTrace(state):
