@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from poplar.tuning import autotune
-from poplar.zero import engine_hooks
+from poplar.zero import engine_hooks, preserved_state
 from poplar.zero.checks import loss_mean
 from poplar.zero.checks.loss_mean import FirstLossCheck, wrong_weight
 
@@ -714,6 +714,29 @@ def test_nothing_changes_in_model_and_random_state():
         assert torch.equal(value, before[name])
     assert all(p.grad is None for p in model.parameters())
     assert not model._forward_pre_hooks
+
+
+class Counting(Head):
+    """Counts its calls in a buffer that shares memory with a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.zeros(2)
+        self.frozen = nn.Parameter(memory[:1], requires_grad=False)
+        self.register_buffer("shared", memory[1:])
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(values) + self.frozen + self.shared
+
+
+def test_buffers_get_their_values_back_if_one_shares_memory_with_a_frozen_parameter(monkeypatch):
+    monkeypatch.setattr(preserved_state, "_is_unchanged", lambda *_: False)  # as on a device
+    model = Counting()
+    loss_fn, told = no_means()["ignored steps"]
+    assert told in wrong_weight(loss_fn, model, batch_of(3))
+    assert model.calls.item() == 0
 
 
 def test_autotune_warns_on_the_first_rank_of_models_on_their_device():

@@ -70,8 +70,9 @@ def wrong_weight(
 ) -> str | None:
     """Why the weight of a loss is wrong, and what to do; None: it is right.
 
-    The model runs in evaluation mode, so dropout plays no part, on this rank alone. Losses that
-    raise there or need other ranks, random losses and compiled models tell nothing: None.
+    The model runs in evaluation mode, so dropout plays no part, on this rank alone. It returns None
+    if it cannot tell: for losses that raise there, write frozen parameters or need other ranks, for
+    random losses and for compiled models.
 
     Args:
         loss_fn: as for `train_step`.
@@ -86,7 +87,7 @@ def wrong_weight(
             return None
         recorded = RecordedLoss(model, loss_fn, pytree.take(batch, range(samples)))
         preserved = model_preserved(model, next(model.parameters()).device)
-        with alone(WrittenState()), preserved, torch.no_grad():
+        with preserved, alone(WrittenState()), torch.no_grad():
             set_evaluation_mode(model)
             with recorded.recording():
                 whole = recorded.loss(recorded.batch).item()
