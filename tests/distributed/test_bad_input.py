@@ -37,7 +37,6 @@ from training import (
 import poplar
 from poplar import HeteroZeroOptimizer, PoplarError, RankFailed
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
-from poplar.zero.checks.model_checks import batch_norms, reject_batch_norm
 
 RECIPE = Recipe(batches=(12, 12))
 BAD_RANK = 2
@@ -394,14 +393,6 @@ def test_batch_norm_is_refused_when_it_gets_into_training_mode(ranks: Pool, sync
     kind = "SyncBatchNorm" if sync else "BatchNorm"
     for caught in ranks.run(fail_in_training_mode, sync, ranks=2):
         assert f"module 'norm' is a {kind} in training mode" in caught[0].message
-
-
-def test_batch_norm_without_running_statistics_is_refused_in_evaluation_mode() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.BatchNorm1d(2)).eval()
-    with pytest.raises(ValueError, match=r"'0' is a BatchNorm with track_running_stats=False.*"):
-        reject_batch_norm(batch_norms(model), allowed=False)
-    reject_batch_norm(batch_norms(model), allowed=True)
-    reject_batch_norm(batch_norms(model[1]), allowed=False)
 
 
 def build_with_sync_batch_norm() -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from poplar.data import pytree
@@ -19,6 +18,7 @@ from poplar.system.out_of_memory import is_out_of_memory
 from poplar.tuning.verification.outcome import Tolerance, relative_error
 from poplar.values.formatting import format_names
 from poplar.zero.checks.loss_mean import wrong_weight
+from poplar.zero.checks.model_checks import batch_norms, taking_batch_statistics
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
 from poplar.zero.micro_batches import Loss, Weight
 
@@ -192,16 +192,25 @@ def find_batch_dependence(process: OneProcess, sample: Any, tolerance: Tolerance
 
 
 def _known_modules(model: nn.Module) -> list[str]:
-    in_training = [(name, module) for name, module in model.named_modules() if module.training]
-    norms = [name for name, module in in_training if isinstance(module, _BatchNorm)]
+    norms = taking_batch_statistics(batch_norms(model))
+    in_training = [norm.name for norm in norms if not norm.keeps_none]
+    without_statistics = [norm.name for norm in norms if norm.keeps_none]
     dropouts = [
-        name for name, module in in_training if isinstance(module, _DropoutNd) and module.p > 0
+        name
+        for name, module in model.named_modules()
+        if module.training and isinstance(module, _DropoutNd) and module.p > 0
     ]
     notes = []
-    if norms:
+    if in_training:
         notes.append(
-            f"{format_names(norms)}: BatchNorm in training mode takes its statistics per "
+            f"{format_names(in_training)}: BatchNorm in training mode takes its statistics per "
             "micro-batch; use GroupNorm or LayerNorm, or freeze it with .eval()"
+        )
+    if without_statistics:
+        notes.append(
+            f"{format_names(without_statistics)}: BatchNorm with track_running_stats=False takes "
+            "its statistics per micro-batch, also in evaluation mode; use GroupNorm or LayerNorm, "
+            "or build it with track_running_stats=True and freeze it with .eval()"
         )
     if dropouts:
         notes.append(

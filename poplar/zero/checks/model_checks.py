@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,44 +42,59 @@ def reject_wrapped(model: nn.Module) -> None:
             )
 
 
-def batch_norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    """BatchNorm modules with their names."""
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+class BatchNorm(NamedTuple):
+    """A BatchNorm module of a model."""
+
+    name: str
+    module: _BatchNorm
+    keeps_none: bool
+    """No running statistics, so it has no evaluation mode."""
 
 
-def reject_batch_norm(named: Sequence[tuple[str, _BatchNorm]], *, allowed: bool) -> None:
-    """Reject `batch_norms` that take the statistics of a micro-batch: those in training mode, and
-    in any mode those that keep none. Where they are allowed, those that communicate.
+def batch_norms(model: nn.Module) -> list[BatchNorm]:
+    """The BatchNorm modules of a model."""
+    return [
+        BatchNorm(name, module, keeps_none=module.running_mean is None)
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+    ]
+
+
+def taking_batch_statistics(norms: Sequence[BatchNorm]) -> list[BatchNorm]:
+    """Those whose forward takes the statistics of a micro-batch."""
+    return [norm for norm in norms if norm.keeps_none or norm.module.training]
+
+
+def reject_batch_norm(norms: Sequence[BatchNorm], *, allowed: bool) -> None:
+    """Reject `batch_norms` that take the statistics of a micro-batch; if these are allowed, those
+    that communicate.
     """
-    for name, module in named:
-        if module.training and _communicates(module):
+    for norm in taking_batch_statistics(norms):
+        if isinstance(norm.module, nn.SyncBatchNorm) and _communicates(norm.module):
             raise ValueError(
-                f"module {name!r} is a SyncBatchNorm in training mode: its communication in every "
-                "pass assumes that all ranks run equally many passes of equal weight, so it can "
-                "hang or give a wrong gradient, also with allow_forward_state=True. Use GroupNorm "
-                "or LayerNorm, freeze it with .eval(), or use a plain BatchNorm, whose statistics "
-                "per micro-batch allow_forward_state=True accepts"
+                f"module {norm.name!r} is a SyncBatchNorm in training mode: its communication in "
+                "every pass assumes that all ranks run equally many passes of equal weight, so it "
+                "can hang or give a wrong gradient, also with allow_forward_state=True. Use "
+                "GroupNorm or LayerNorm, freeze it with .eval(), or use a plain BatchNorm, whose "
+                "statistics per micro-batch allow_forward_state=True accepts"
             )
-        keeps_none = module.running_mean is None
-        if (module.training or keeps_none) and not allowed:
+        if not allowed:
             kind, freeze = "in training mode", "freeze it with .eval()"
-            if keeps_none:
+            if norm.keeps_none:
                 kind = "with track_running_stats=False, which has no evaluation mode"
                 freeze = "build it with track_running_stats=True and freeze it with .eval()"
             raise ValueError(
-                f"module {name!r} is a BatchNorm {kind}: its statistics couple the "
+                f"module {norm.name!r} is a BatchNorm {kind}: its statistics couple the "
                 "samples of a micro-batch, so the gradient depends on how the batch is split. Use "
                 f"GroupNorm or LayerNorm, {freeze}, or accept statistics per "
                 "micro-batch with allow_forward_state=True"
             )
 
 
-def _communicates(module: _BatchNorm) -> bool:
-    """Whether a BatchNorm in training mode takes its statistics from several ranks."""
+def _communicates(module: nn.SyncBatchNorm) -> bool:
+    """Whether it takes its statistics from several ranks."""
     return (
-        isinstance(module, nn.SyncBatchNorm)
-        and dist.is_initialized()
-        and dist.get_world_size(module.process_group) > 1
+        module.training and dist.is_initialized() and dist.get_world_size(module.process_group) > 1
     )
 
 

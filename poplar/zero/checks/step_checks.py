@@ -66,7 +66,7 @@ class StepChecks:
             check.skip()
 
     def open_step(self) -> None:
-        """Note the state before a step; raise if a BatchNorm may not be in training mode. Local."""
+        """Note the state before a step; raise if a BatchNorm is not allowed. Local."""
         reject_batch_norm(self._batch_norms, allowed=self._allows_forward_state)
         self.forward_state.open()
 
