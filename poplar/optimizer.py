@@ -147,7 +147,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         allow_forward_state: accept state that forwards write and that differs between ranks: the
             statistics of BatchNorm in training mode (never of SyncBatchNorm), counts, codebooks and
             frozen teachers by moving average, running normalizers, `spectral_norm` with unequal
-            passes; also embeddings with `scale_grad_by_freq`, which count a micro-batch.
+            passes; also BatchNorm without running statistics, which takes those of a micro-batch,
+            and embeddings with `scale_grad_by_freq`, which count a micro-batch.
             Each rank then has its own, also in `model.state_dict()`. `save_model` writes the
             buffers of the first rank that has samples.
         weights: the values of the parameters: the path of a safetensors file, of an index as

@@ -56,7 +56,8 @@ class UnequalPasses(_UnequalPasses):
         plan: of stage 0, for as many ranks as DDP has.
         allow_forward_state: accept buffers and frozen parameters that forwards write and that
             differ between ranks, as the statistics of BatchNorm in training mode do: they are those
-            of a micro-batch. SyncBatchNorm in training mode is always an error.
+            of a micro-batch. It also accepts BatchNorm without running statistics. SyncBatchNorm in
+            training mode is always an error.
         timeout: how long a rank waits for other ranks before a backward; default: 5 minutes.
 
     Raises:
