@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import ranks as harness
@@ -52,18 +53,33 @@ def take_poisoned_step(run: Run, optimizer: HeteroZeroOptimizer, value: float) -
     return bool(optimizer.train_step(loss, training.batch_of(run, 1)).skipped)
 
 
-def train_around(run: Run, value: float) -> tuple[Failure | None, bool, bool, dict]:
-    """A good, a bad and a good step: failure, whether it was skipped, whether values changed."""
+class Around(NamedTuple):
+    """What a rank sees around a bad step."""
+
+    failure: Failure | None
+    skipped: bool
+    warned: list[str]
+    changed: bool
+    """Whether the bad step changed parameters."""
+    parameters: dict[str, Tensor]
+    """After a further step."""
+
+
+def train_around(run: Run, value: float) -> Around:
+    """A good, a bad and a good step."""
     model, optimizer = training.prepare(run)
     training.take_step(run, model, optimizer, 0)
     before, skipped = training.whole_parameters(model, optimizer), False
-    with harness.catching() as caught, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        skipped = take_poisoned_step(run, optimizer, value)
-    after = training.whole_parameters(model, optimizer)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with harness.catching() as caught:
+            skipped = take_poisoned_step(run, optimizer, value)
+        after = training.whole_parameters(model, optimizer)
     changed = any(not torch.equal(after[name], value) for name, value in before.items())
     training.take_step(run, model, optimizer, 2)
-    return (caught or [None])[0], skipped, changed, training.whole_parameters(model, optimizer)
+    messages = [str(warning.message) for warning in warned]
+    parameters = training.whole_parameters(model, optimizer)
+    return Around((caught or [None])[0], skipped, messages, changed, parameters)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -71,14 +87,17 @@ def train_around(run: Run, value: float) -> tuple[Failure | None, bool, bool, di
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_rank_applies_it(ranks: Pool, stage: int, choice: str, value: float) -> None:
     run = run_of(stage, on_nonfinite=choice)
-    for failure, skipped, changed, parameters in ranks.run(train_around, run, value, ranks=3):
-        assert not changed
-        assert all(bool(part.isfinite().all()) for part in parameters.values())
+    answers = ranks.run(train_around, run, value, ranks=3)
+    for answer in answers:
+        assert not answer.changed
+        assert all(bool(part.isfinite().all()) for part in answer.parameters.values())
         if choice == "skip":
-            assert (failure, skipped) == (None, True)
+            assert (answer.failure, answer.skipped) == (None, True)
         else:
-            assert failure is not None
-            assert "the gradient norm is not finite" in failure.message
+            assert answer.failure is not None
+            assert "the gradient norm is not finite" in answer.failure.message
+    by_rank = [any("skipped: the gradient norm" in text for text in one.warned) for one in answers]
+    assert by_rank == [choice == "skip", False, False]
 
 
 def break_parameters(optimizer: HeteroZeroOptimizer) -> None:
