@@ -22,18 +22,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from launch import LaunchError, run_ranks
-from llama import SIZES, Llama, next_byte_loss
+from llama import SIZES, Llama, next_byte_loss, warmup_then_cosine
 from other_load import OtherLoad, describe, warnings_of
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from text import ByteWindows, load_text
+from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
-from train_llama import Batch, epochs, progress, warmup_then_cosine
 
 import poplar
 from poplar import ClusterProfile, HeteroBatchSampler, HeteroZeroOptimizer, Plan, monitoring
 from poplar.pair.speed import Speed, measure_speeds, sum_of_speeds
+
+Batch = dict[str, Tensor]
 
 RANKS = 4
 SEED = 0
@@ -112,10 +114,11 @@ def report_speeds(console: Console, speeds: Sequence[Speed]) -> None:
 
 def train_in_turns(runs: Sequence[Run], steps: int, console: Console) -> None:
     """Run all steps of all plans, a few at a time. Every rank must call it."""
-    with progress(console, len(runs) * steps) as advance:
-        for run in turns(runs, steps):
-            run.one_step()
-            advance(f"{run.name}: loss {run.losses[-1]:.2f}")
+    total = len(runs) * steps
+    for done, run in enumerate(turns(runs, steps), start=1):
+        run.one_step()
+        if 10 * done // total > 10 * (done - 1) // total:
+            console.print(f"{done}/{total} {run.name}: loss {run.losses[-1]:.2f}")
 
 
 @dataclass
@@ -142,7 +145,7 @@ class Run:
             self.optimizer, warmup_then_cosine(max(1, self.steps // 10), self.steps)
         )
         sampler = HeteroBatchSampler(len(self.text), self.plan, seed=SEED)
-        self.batches = epochs(DataLoader(self.text, batch_sampler=sampler), sampler)
+        self.batches = epochs(DataLoader(self.text, batch_sampler=sampler))
 
     def one_step(self) -> None:
         """Run one optimizer step. The global batch is the same under every plan."""
@@ -169,6 +172,12 @@ class Run:
             predicted_step_seconds=(self.plan.prediction or {}).get("step_seconds"),
             spans=tuple(map(tuple, spans)),
         )
+
+
+def epochs(loader: DataLoader[Batch]) -> Iterator[Batch]:
+    """This rank's part of each global batch, without end."""
+    while True:
+        yield from loader
 
 
 def turns(runs: Sequence[Run], steps: int) -> Iterator[Run]:
@@ -326,10 +335,8 @@ def rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
 
 
-def unequal_cores() -> tuple[int, ...] | None:
-    """One core for rank 0 and one for all others; None if processes cannot be bound to cores."""
-    if not hasattr(os, "sched_setaffinity"):
-        return None
+def unequal_cores() -> tuple[int, ...]:
+    """One core for rank 0 and one for all others."""
     first, *others = sorted(os.sched_getaffinity(0))
     # Two threads of one physical core slow each other down, so prefer a second core.
     siblings = _siblings(first)
@@ -348,9 +355,7 @@ def _siblings(core: int) -> set[int]:
         return set()
 
 
-def describe_cores(cores: tuple[int, ...] | None) -> str:
-    if cores is None:
-        return f"{RANKS} ranks, not bound to cores on this system: expect equal speeds and no gain"
+def describe_cores(cores: tuple[int, ...]) -> str:
     if cores[0] == cores[1]:
         return f"{RANKS} ranks on the only core: expect equal speeds and no gain"
     return (

@@ -40,28 +40,8 @@ class EncoderConfig:
     width: int = 256
     layers: int = 4
     heads: int = 4
-    hidden: int = 0
-    """Width inside the feed-forward layers; 0: 4 x `width`."""
     context: int = 256
     """Bytes per sample."""
-
-    def __post_init__(self) -> None:
-        if min(self.width, self.layers, self.heads, self.context) < 1 or self.hidden < 0:
-            raise ValueError(f"EncoderConfig: every size must be at least 1, got {self}")
-        if self.vocabulary <= MASK:
-            raise ValueError(
-                f"EncoderConfig.vocabulary {self.vocabulary} must be at least {MASK + 1}: "
-                f"{BYTES} bytes and the mask"
-            )
-        if self.width % self.heads:
-            raise ValueError(
-                f"EncoderConfig.width {self.width} must be a multiple of heads {self.heads}"
-            )
-
-    @property
-    def feed_forward(self) -> int:
-        """Width inside the feed-forward layers."""
-        return self.hidden or 4 * self.width
 
 
 SIZES = {
@@ -102,8 +82,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.width, config.feed_forward)
-        self.down = nn.Linear(config.feed_forward, config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] in and out."""

@@ -6,6 +6,8 @@ mean over samples of equal length, so the weighted gradient is exact.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,7 @@ class LlamaConfig:
     width: int = 256
     layers: int = 4
     heads: int = 4
+    """Each has an even number of channels: rotary positions rotate pairs of them."""
     kv_heads: int = 2
     """Key and value heads; each is shared by `heads / kv_heads` query heads."""
     hidden: int = 0
@@ -34,19 +37,6 @@ class LlamaConfig:
     """Bytes per sample."""
     recompute: bool = False
     """Activation checkpointing: keep one activation per block and recompute the rest."""
-
-    def __post_init__(self) -> None:
-        if min(self.vocabulary, self.width, self.layers, self.heads, self.kv_heads) < 1:
-            raise ValueError(f"LlamaConfig: every size must be at least 1, got {self}")
-        if self.width % (2 * self.heads):
-            raise ValueError(
-                f"LlamaConfig.width {self.width} must be a multiple of 2 x heads, "
-                f"{2 * self.heads}: rotary positions rotate pairs of each head's channels"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"LlamaConfig.heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
-            )
 
     @property
     def feed_forward(self) -> int:
@@ -169,3 +159,15 @@ def next_byte_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the next byte, in nats."""
     logits = model(batch["input"])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["target"].flatten())
+
+
+def warmup_then_cosine(warmup: int, steps: int) -> Callable[[int], float]:
+    """Factor of the learning rate: linear warm-up, then cosine decay to 10 %."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+    return factor

@@ -28,13 +28,6 @@ class MixtureConfig:
     capacity: float = 1.25
     """Of an expert, relative to an even division of the tokens of a sample, twice each."""
 
-    def __post_init__(self) -> None:
-        if self.experts < 2 or self.capacity <= 0.0:
-            raise ValueError(
-                f"MixtureConfig: at least 2 experts and a capacity above 0, got {self.experts} "
-                f"and {self.capacity}"
-            )
-
     def places(self, tokens: int) -> int:
         """Of an expert, for a sample of so many tokens."""
         return max(1, math.ceil(self.capacity * 2 * tokens / self.experts))
@@ -52,7 +45,7 @@ class Experts(nn.Module):
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.config = config
-        width, hidden = config.encoder.width, config.encoder.feed_forward
+        width, hidden = config.encoder.width, 4 * config.encoder.width
         self.gate = nn.Linear(width, config.experts, bias=False)
         self.up = nn.Parameter(torch.empty(config.experts, width, hidden))
         self.down = nn.Parameter(torch.empty(config.experts, hidden, width))

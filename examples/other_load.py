@@ -57,21 +57,15 @@ class OtherLoad:
 
 def bound_core() -> int | None:
     """The core that this process is bound to; None if it may use several."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
     cores = os.sched_getaffinity(0)
     return next(iter(cores)) if len(cores) == 1 else None
 
 
 def busy_seconds() -> dict[int, float]:
-    """Seconds that each core was not idle since the machine started; empty where unknown."""
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-    except OSError:
-        return {}
+    """Seconds that each core was not idle since the machine started."""
     tick = os.sysconf("SC_CLK_TCK")
     found = {}
-    for line in lines:
+    for line in Path("/proc/stat").read_text().splitlines():
         name, *values = line.split()
         if name.startswith("cpu") and name != "cpu":
             user, nice, system, _idle, _io, interrupts, soft, stolen = map(int, values[:8])

@@ -26,15 +26,6 @@ class VGGConfig:
     hidden: int = 4096
     """Width of the linear layers."""
 
-    def __post_init__(self) -> None:
-        if len(self.channels) != len(self.convolutions):
-            raise ValueError(
-                "VGGConfig: channels and convolutions must have one entry per group, got "
-                f"{len(self.channels)} and {len(self.convolutions)}"
-            )
-        if min(*self.channels, *self.convolutions, self.pooled, self.hidden) < 1:
-            raise ValueError(f"VGGConfig: every size must be at least 1, got {self}")
-
 
 SIZES = {
     "tiny": VGGConfig(channels=(8, 16), convolutions=(1, 1), pooled=2, hidden=32),

@@ -19,12 +19,6 @@ class ViTConfig:
     patch: int = 4
     """Pixels of height and width of a patch."""
 
-    def __post_init__(self) -> None:
-        if min(self.width, self.layers, self.heads, self.patch) < 1:
-            raise ValueError(f"ViTConfig: every size must be at least 1, got {self}")
-        if SIDE % self.patch:
-            raise ValueError(f"ViTConfig.patch {self.patch} must divide the side, {SIDE}")
-
     @property
     def patches(self) -> int:
         """Of an image."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import io
 import json
@@ -10,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from records import synthetic_record
 from rich.console import Console
 
@@ -21,8 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import demo
 from other_load import describe, warnings_of
-from text import ByteWindows
-from train_llama import held_out_loader, progress
 
 from poplar.pair.speed import Speed
 
@@ -94,32 +90,6 @@ class TestNoise:
         demo.summarize(Console(file=shown), synthetic_record(), ["other processes"])
         assert "too noisy" in shown.getvalue()
         assert json.loads(capsys.readouterr().out)["noise"] == ["other processes"]
-
-
-class TestProgress:
-    def test_progress_prints_lines_without_a_terminal(self):
-        shown = io.StringIO()
-        with progress(Console(file=shown), 20, lines=4) as advance:
-            for step in range(20):
-                advance(f"loss {step}")
-        assert shown.getvalue().splitlines() == [
-            "5/20 loss 4",
-            "10/20 loss 9",
-            "15/20 loss 14",
-            "20/20 loss 19",
-        ]
-
-
-def test_held_out_windows_are_those_of_ranks_that_train():
-    options = argparse.Namespace(held_out_windows=10, max_micro_batch=4)
-    plan = Plan(
-        stage=0, global_batch=8, micro_batches=((4,), (), (4,)), shares=(0.5, 0, 0.5), left_out=(1,)
-    )
-    held_out = ByteWindows(torch.arange(200).byte(), 8)
-    batches = [list(held_out_loader(held_out, options, rank, plan)) for rank in range(3)]
-    assert not batches[1]
-    first = [int(window[0]) for own in batches for batch in own for window in batch["input"]]
-    assert sorted(first) == list(range(0, 80, 8))
 
 
 class TestOptions:
