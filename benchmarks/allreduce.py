@@ -31,67 +31,48 @@ from collectives.case import DTYPES, OPERATIONS
 from collectives.measure import ACROSS_HOSTS_ONLY, PROVIDERS, Request, measure, shares_of
 from collectives.row import COLUMNS
 from collectives.targets import HEADLINE, targets
-from launch import LaunchError, run_ranks
-from network import EmulatedNetwork, EmulationUnavailable, Hosts
-from rows import (
-    Row,
-    at_least,
-    new_console,
-    new_parser,
-    print_targets,
-    read_rows,
-    table_of,
-    write_rows,
-)
+from launch import run_ranks
+from network import Hosts, emulated_network
+from rows import Kind, Row, at_least, new_parser, read_rows, report, write_rows
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MiB", "256MiB")
 SHARES = ("70/10/10/10", "50/50/0/0", "90/10")
 ACROSS_HOSTS = ("gloo", "all-to-all", "process_group", *ACROSS_HOSTS_ONLY)
 """Providers that do not need shared memory."""
-BENCHMARK = "allreduce"
+KIND = Kind("allreduce", COLUMNS, targets)
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
 
 
 def main() -> None:
-    """Run the benchmark once per number of ranks, in separate processes; save the rows of each."""
+    """Run the benchmark once per number of ranks, in separate processes, or on existing ranks."""
     options = parse_options()
-    if options.show:
-        show(read_rows(options.show, BENCHMARK))
-        return
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread per rank, for all providers
-    if options.rendezvous or "RANK" in os.environ:
-        work(options)
-        return
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in options.ranks:
-            output = Path(folder, f"{ranks}.jsonl")
-            start(options, ranks, folder, output)
-            fresh = read_rows(output, BENCHMARK)
-            rows += fresh
-            if options.output:
-                write_rows(options.output, fresh)
-    show(rows)
+    if options.rendezvous:
+        rows = work(options)
+        if dist.get_rank() == 0:
+            write_rows(options.output, rows)
+    elif "RANK" in os.environ and not options.show:
+        rows = work(options)
+        if dist.get_rank() == 0:
+            report(options, rows, KIND)
+    else:
+        report(options, (row for ranks in options.ranks for row in start(options, ranks)), KIND)
 
 
-def start(options: argparse.Namespace, ranks: int, folder: str, output: Path) -> None:
-    """Run `work` in this many processes; their rows are written to `output`."""
+def start(options: argparse.Namespace, ranks: int) -> list[Row]:
+    """The rows of `work` in this many processes."""
     if options.link is None and "mpi" in options.providers and not mpi_provider.why_absent():
-        again = [sys.executable, __file__, *sys.argv[1:], "--output", str(output)]
-        command = [*mpi_provider.command(ranks), *again, "--rendezvous", f"{folder}/{ranks}"]
-        done = subprocess.run(command, check=False)
-        if done.returncode:
-            raise SystemExit(f"mpirun ended with exit code {done.returncode}: see above")
-        return
-    options = argparse.Namespace(**{**vars(options), "output": output})
-    try:
-        if options.link is None:
-            run_ranks(work, ranks, options)
-        else:
-            with EmulatedNetwork(bits_per_second=1e9 * options.link) as hosts:
-                run_ranks(work, ranks, options, before=partial(enter, hosts, ranks))
-    except (LaunchError, EmulationUnavailable) as failure:
-        raise SystemExit(str(failure)) from None
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder, "rows.jsonl")
+            again = [sys.executable, __file__, *sys.argv[1:], "--output", str(output)]
+            command = [*mpi_provider.command(ranks), *again, "--rendezvous", f"{folder}/ranks"]
+            subprocess.run(command, check=True)
+            return read_rows(output)
+    if options.link is None:
+        return run_ranks(work, ranks, options)
+    with emulated_network(bits_per_second=1e9 * options.link) as hosts:
+        enters = partial(enter, hosts, ranks)
+        return run_ranks(work, ranks, options, before=enters)
 
 
 def enter(hosts: Hosts, ranks: int, rank: int) -> None:
@@ -99,8 +80,8 @@ def enter(hosts: Hosts, ranks: int, rank: int) -> None:
     hosts.enter(int(rank >= ranks // 2))
 
 
-def work(options: argparse.Namespace) -> None:
-    """Run the benchmark on one rank, started by `mpirun`, `torchrun` or `start`."""
+def work(options: argparse.Namespace) -> list[Row]:
+    """Run the benchmark on one rank, started by `mpirun`, `torchrun` or `start`. Collective."""
     torch.set_num_threads(1)
     if options.rendezvous:
         from mpi4py import MPI
@@ -117,23 +98,13 @@ def work(options: argparse.Namespace) -> None:
         dist.init_process_group("gloo")
     first, began = dist.get_rank() == 0, time.perf_counter()
 
-    def report(text: str) -> None:
+    def log(text: str) -> None:
         if first and options.verbose:
             print(f"  {time.perf_counter() - began:6.1f} s  {text}", flush=True)
 
-    rows = measure(request_of(options), report)
-    if first and options.output:
-        write_rows(options.output, rows)
-    if first and not options.rendezvous and "RANK" in os.environ:
-        show(rows)
+    rows = measure(request_of(options), log)
     dist.barrier()
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Print a table and the targets."""
-    console = new_console()
-    console.print(table_of(rows, COLUMNS))
-    print_targets(targets(rows), console)
+    return rows
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -153,7 +124,7 @@ def request_of(options: argparse.Namespace) -> Request:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = new_parser(__doc__, rounds=11, quick="few sizes, 5 rounds", show=True)
+    parser = new_parser(__doc__, rounds=11, quick="few sizes, 5 rounds")
     several = {"nargs": "+"}
     parser.add_argument(
         "--ranks", type=at_least(2), default=[2, 4], **several, help="ranks, one run each"

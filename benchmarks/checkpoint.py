@@ -19,7 +19,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from launch import LaunchError, run_ranks
+from launch import run_ranks
 from process_memory import (
     peak_resident_bytes,
     release_freed_memory,
@@ -35,7 +36,7 @@ from process_memory import (
     resident_bytes,
     return_freed_memory,
 )
-from rows import Column, Row, Target, new_console, new_parser, print_targets, table_of, write_rows
+from rows import Column, Kind, Row, Target, new_parser, report
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -64,29 +65,19 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Measure all stages, print a table, append rows."""
+    """Measure all stages, or show saved rows."""
     options = parse_options()
-    rows = []
+    rows = (measure(options, stage) for stage in options.stages)
+    report(options, rows, Kind("checkpoint", COLUMNS, targets))
+
+
+def measure(options: argparse.Namespace, stage: int) -> Row:
+    """The row of a stage."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for stage in options.stages:
-            times, memory = Path(folder, "times"), Path(folder, "memory")
-            try:
-                run_ranks(measure_times, options.ranks, options, stage, folder, times)
-                run_ranks(measure_memory, options.ranks, options, stage, folder, memory)
-            except LaunchError as failure:
-                raise SystemExit(str(failure)) from None
-            rows.append(row_of(options, stage, times, memory))
-    if options.output:
-        write_rows(options.output, rows)
-    console = new_console()
-    console.print(table_of(rows, COLUMNS))
-    print_targets((target for row in rows for target in targets(row)), console)
-
-
-def row_of(options: argparse.Namespace, stage: int, times: Path, memory: Path) -> Row:
-    """What the ranks have measured."""
-    measured = {**torch.load(times), **torch.load(memory)}
-    return Row.of("checkpoint", {"stage": stage, "ranks": options.ranks}, measured)
+        times = run_ranks(measure_times, options.ranks, options, stage, folder)
+        memory = run_ranks(measure_memory, options.ranks, options, stage, folder)
+    case = {"stage": stage, "ranks": options.ranks}
+    return Row.of("checkpoint", case, {**times, **memory})
 
 
 class WithPoplar:
@@ -158,8 +149,8 @@ class TorchAlone:
         return lambda: saving.result() and None  # type: ignore[union-attr]
 
 
-def measure_times(options: argparse.Namespace, stage: int, folder: str, output: Path) -> None:
-    """Measure how long saving and loading take on this rank; write medians of the slowest rank."""
+def measure_times(options: argparse.Namespace, stage: int, folder: str) -> dict[str, float]:
+    """How long saving and loading take: medians of the slowest rank. Collective."""
     warnings.filterwarnings("ignore", module="torch")
     torch.set_num_threads(1)
     rank = dist.get_rank()
@@ -190,8 +181,7 @@ def measure_times(options: argparse.Namespace, stage: int, folder: str, output: 
         )
         for key in seconds  # the first round imports modules and allocates buffers
     }
-    if rank == 0:
-        torch.save({"bytes": total, **slowest}, output)
+    return {"bytes": total, **slowest}
 
 
 def record(seconds: dict[str, list[float]], name: str, action: Callable[[], T]) -> T:
@@ -203,8 +193,8 @@ def record(seconds: dict[str, list[float]], name: str, action: Callable[[], T]) 
     return result
 
 
-def measure_memory(options: argparse.Namespace, stage: int, folder: str, output: Path) -> None:
-    """Measure the peak of saving on this rank; write that of the worst rank."""
+def measure_memory(options: argparse.Namespace, stage: int, folder: str) -> dict[str, int]:
+    """The peak of saving on the worst rank. Collective."""
     torch.set_num_threads(1)
     return_freed_memory()
     training = WithPoplar(options.parameters * 10**6, stage)
@@ -221,9 +211,8 @@ def measure_memory(options: argparse.Namespace, stage: int, folder: str, output:
             shutil.rmtree(path)
     by_rank: list[int] = [0] * options.ranks
     dist.all_gather_object(by_rank, max(peaks))
-    if dist.get_rank() == 0:
-        unit = max(unit.unsharded_bytes for unit in training.optimizer._training.engine.units)
-        torch.save({"save_peak_bytes": max(by_rank), "unit_bytes": unit}, output)
+    unit = max(unit.unsharded_bytes for unit in training.optimizer._training.engine.units)
+    return {"save_peak_bytes": max(by_rank), "unit_bytes": unit}
 
 
 def model_of(parameters: int) -> nn.Sequential:
@@ -232,14 +221,15 @@ def model_of(parameters: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(BLOCK, BLOCK, bias=False) for _ in range(blocks)))
 
 
-def targets(row: Row) -> Iterator[Target]:
+def targets(rows: Sequence[Row]) -> Iterator[Target]:
     """Seconds against PyTorch alone, and the peak of saving."""
-    case = f"stage {row['stage']}"
-    for what in ("save", "load", "stall"):
-        ratio = row[f"{what}_seconds"] / row[f"torch_{what}_seconds"]
-        yield Target(case=case, what=f"{what} over torch", value=ratio, wanted=SLOWER, at_most=True)
-    units = row["save_peak_bytes"] / row["unit_bytes"]
-    yield Target(case=case, what="saving needs so many units", value=units, wanted=1, at_most=True)
+    for row in rows:
+        at_most = partial(Target, case=f"stage {row['stage']}", at_most=True)
+        for what in ("save", "load", "stall"):
+            ratio = row[f"{what}_seconds"] / row[f"torch_{what}_seconds"]
+            yield at_most(what=f"{what} over torch", value=ratio, wanted=SLOWER)
+        units = row["save_peak_bytes"] / row["unit_bytes"]
+        yield at_most(what="saving needs so many units", value=units, wanted=1)
 
 
 def parse_options() -> argparse.Namespace:

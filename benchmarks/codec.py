@@ -17,17 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from rows import (
-    Column,
-    Row,
-    Target,
-    new_console,
-    new_parser,
-    print_targets,
-    read_rows,
-    table_of,
-    write_rows,
-)
+from rows import Column, Kind, Row, Target, new_parser, report
 from torch import Tensor
 
 from poplar import ops
@@ -55,21 +45,14 @@ COLUMNS = (
 
 def main() -> None:
     """Measure all cases, or show saved rows."""
-    parser = new_parser(__doc__, rounds=30, quick="1 MiB", show=True)
+    parser = new_parser(__doc__, rounds=30, quick="1 MiB")
     parser.add_argument("--device", choices=SPEED, default="cpu")
     options = parser.parse_args()
-    console = new_console()
-    if options.show:
-        rows = read_rows(options.show, "codec")
-    else:
-        is_cpu = options.device == "cpu"
-        numel = 1 << (18 if options.quick else 24 if is_cpu else 27)
-        cases = product((torch.float32, torch.bfloat16), (8, 4), (1, 2) if is_cpu else (1,))
-        rows = [measure(options.device, *case, numel, options.rounds) for case in cases]
-    if options.output:
-        write_rows(options.output, rows)
-    console.print(table_of(rows, COLUMNS))
-    print_targets(targets(rows), console)
+    is_cpu = options.device == "cpu"
+    numel = 1 << (18 if options.quick else 24 if is_cpu else 27)
+    cases = product((torch.float32, torch.bfloat16), (8, 4), (1, 2) if is_cpu else (1,))
+    rows = (measure(options.device, *case, numel, options.rounds) for case in cases)
+    report(options, rows, Kind("codec", COLUMNS, targets))
 
 
 def measure(

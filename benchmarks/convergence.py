@@ -12,28 +12,18 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch
 import torch.distributed as dist
-from found_by_ranks import found_by_ranks
-from llama import SIZES, Llama, next_byte_loss
-from rows import (
-    Column,
-    Row,
-    Target,
-    at_least,
-    new_console,
-    new_parser,
-    print_targets,
-    read_rows,
-    table_of,
-    write_rows,
-)
+from launch import run_ranks
+from llama import SIZES, Llama, next_byte_loss, warmup_then_cosine
+from rows import Column, Kind, Row, Target, at_least, new_parser, report
 from text import ByteWindows, load_text
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from poplar import HeteroZeroOptimizer, Plan
 
@@ -57,13 +47,7 @@ COLUMNS = (
 def main() -> None:
     """Train all runs, or show saved ones."""
     options = parse_options()
-    console, rows = new_console(), list[Row]()
-    for row in read_rows(options.show, "convergence") if options.show else measure(options.steps):
-        rows.append(row)
-        if options.output:
-            write_rows(options.output, [row])
-    console.print(table_of(rows, COLUMNS))
-    print_targets(targets(rows), console)
+    rows = report(options, measure(options.steps), Kind("convergence", COLUMNS, targets))
     if options.draw:
         draw(rows, options.draw)
 
@@ -75,7 +59,7 @@ def measure(steps: int) -> Iterator[Row]:
     yield row_of(PROCESS, *expected, expected[0])
     yield row_of(REVERSED, *train_alone(steps, reverse=True), expected[0])
     for stage in range(4):
-        found = found_by_ranks(train_on_ranks, len(SHARES), steps, stage)
+        found = run_ranks(train_on_ranks, len(SHARES), steps, stage)
         yield row_of(f"stage {stage}", *found, expected[0])
 
 
@@ -99,7 +83,7 @@ def train_alone(steps: int, *, reverse: bool = False) -> tuple[list[float], floa
     """The reference in plain PyTorch: the losses, and the loss on held-out text."""
     model, (data, held_out) = new_model(), new_data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(steps))
+    scheduler = scheduler_of(optimizer, steps)
     losses = []
     for step in range(steps):
         batch = batch_of(data, indices(len(data), step))
@@ -125,7 +109,7 @@ def train_on_ranks(steps: int, stage: int) -> tuple[list[float], float]:
     )
     model, (data, held_out) = new_model(), new_data()
     optimizer = HeteroZeroOptimizer(model, torch.optim.AdamW, plan=plan, lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(steps))
+    scheduler = scheduler_of(optimizer, steps)
     first = sum(plan.samples(other) for other in range(rank))
     own = slice(first, first + plan.samples(rank))
     losses = []
@@ -135,6 +119,11 @@ def train_on_ranks(steps: int, stage: int) -> tuple[list[float], float]:
         scheduler.step()
     own = evaluation(held_out)[rank :: len(SHARES)]
     return losses, optimizer.evaluate(next_byte_loss, own)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    """Warm-up over a tenth of the steps."""
+    return LambdaLR(optimizer, warmup_then_cosine(max(1, steps // 10), steps))
 
 
 def shares_of(stage: int) -> tuple[float, ...]:
@@ -169,18 +158,6 @@ def evaluation(held_out: ByteWindows) -> list[dict[str, Tensor]]:
     """Equal batches of held-out text."""
     count = min(len(held_out), 480) // 16
     return [batch_of(held_out, range(16 * number, 16 * (number + 1))) for number in range(count)]
-
-
-def schedule(steps: int) -> Callable[[int], float]:
-    """Linear warm-up over a tenth of the steps, then a cosine to a tenth of the learning rate."""
-    warm = max(1, steps // 10)
-
-    def factor(step: int) -> float:
-        if step < warm:
-            return (step + 1) / warm
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
-
-    return factor
 
 
 def targets(rows: Sequence[Row]) -> Iterator[Target]:
@@ -224,7 +201,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = new_parser(__doc__, show=True)
+    parser = new_parser(__doc__)
     parser.add_argument("--steps", type=at_least(1), default=1000, help="steps of each run")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the curves as SVG")
     return parser.parse_args(arguments)

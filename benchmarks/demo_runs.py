@@ -21,22 +21,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rows import (
-    Column,
-    Row,
-    Target,
-    at_least,
-    new_console,
-    new_parser,
-    print_targets,
-    read_rows,
-    table_of,
-    write_rows,
-)
+from rows import Column, Kind, Row, Target, at_least, new_parser, report
 
 BENCHMARK = "demo"
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo.py"
@@ -53,19 +42,13 @@ BUSY, IDLE = (1.0, 8.0), (1.0, 8.0)
 def measure(number: int, arguments: Sequence[str]) -> Row:
     """Run the demo once; odd numbers are run beside a load."""
     case = {"run": number, "load": bool(number % 2), "arguments": " ".join(arguments)}
-    with tempfile.TemporaryDirectory() as folder, load(number) if case["load"] else idle():
+    with tempfile.TemporaryDirectory() as folder, load(number) if case["load"] else nullcontext():
         began = time.perf_counter()
         command = [sys.executable, str(DEMO), "--output", folder, *arguments]
         finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         seconds = time.perf_counter() - began
     figures: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
     return Row.of(BENCHMARK, case, {"seconds": seconds, **figures})
-
-
-@contextmanager
-def idle() -> Iterator[None]:
-    """No load."""
-    yield
 
 
 @contextmanager
@@ -149,22 +132,13 @@ COLUMNS = (
 def main() -> None:
     """Measure or show, and print the table."""
     options = parse_options()
-    if options.show:
-        rows = read_rows(options.show, BENCHMARK)
-    else:
-        rows = []
-        for number in range(options.runs):
-            rows.append(measure(number, options.arguments))
-            if options.output:
-                write_rows(options.output, rows[-1:])
-    console = new_console()
-    console.print(table_of(rows, COLUMNS, "The demo on four CPU ranks"))
-    print_targets(targets(rows), console)
+    rows = (measure(number, options.arguments) for number in range(options.runs))
+    report(options, rows, Kind(BENCHMARK, COLUMNS, targets, "The demo on four CPU ranks"))
 
 
 def parse_options() -> argparse.Namespace:
     """The options of this script; others are those of the demo."""
-    parser = new_parser(__doc__, show=True)
+    parser = new_parser(__doc__)
     parser.add_argument("--runs", type=at_least(1), default=10, help="of the demo")
     options, options.arguments = parser.parse_known_args()
     return options

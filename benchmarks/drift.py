@@ -31,20 +31,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch
 import torch.distributed as dist
-from emulation import EmulatedCluster, Ranks
-from found_by_ranks import found_by_ranks
+from emulation import Ranks, cpu_quotas
+from launch import run_ranks
 from llama import SIZES, Llama, LlamaConfig, next_byte_loss
-from rows import (
-    Column,
-    Row,
-    Target,
-    new_console,
-    new_parser,
-    print_targets,
-    read_rows,
-    table_of,
-    write_rows,
-)
+from rows import Column, Kind, Row, Target, new_parser, report
+from torch import Tensor
 
 from poplar import HeteroZeroOptimizer, Plan, profile_cluster, search
 from poplar.values.profile import ClusterProfile
@@ -106,34 +97,29 @@ QUICK = Schedule(slow_at=30, recovers_at=55, steps=80, measured=8)
 def main() -> None:
     """Measure all cases, or show saved rows."""
     options = parse_options()
-    console = new_console()
-    if options.show:
-        rows = read_rows(options.show, "drift")
-        overheads = read_rows(options.show, "drift_overhead")
-    elif options.overhead:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        rows, overheads = [], measure_overhead(options.seconds)
-    else:
-        os.environ["OMP_NUM_THREADS"] = "1"  # more threads would share the rank's quota
-        rows, overheads = [], []
-        for stage in options.stages:
-            rows += measure(stage, options.factors, quick=options.quick)
-    if options.output:
-        write_rows(options.output, [*rows, *overheads])
-    for part, columns in ((rows, COLUMNS), (overheads, OVERHEAD_COLUMNS)):
-        if part:
-            console.print(table_of(part, columns))
+    os.environ["OMP_NUM_THREADS"] = "1"  # more threads would share the rank's quota
+    rows = report(
+        options,
+        measure_overhead(options.seconds) if options.overhead else measure_all(options),
+        Kind("drift", COLUMNS, targets),
+        Kind("drift_overhead", OVERHEAD_COLUMNS, overhead_targets),
+    )
     for row in rows:
-        for line in row["messages"]:
-            console.print(f"  stage {row['stage']}, {row['factor']}x: {line}")
-    print_targets([*targets(rows), *overhead_targets(overheads)], console)
+        for line in row.get("messages") or ():
+            print(f"  stage {row['stage']}, {row['factor']}x: {line}")
+
+
+def measure_all(options: argparse.Namespace) -> Iterator[Row]:
+    """One row per stage and factor."""
+    for stage in options.stages:
+        yield from measure(stage, options.factors, quick=options.quick)
 
 
 def measure(stage: int, factors: Sequence[float], *, quick: bool) -> list[Row]:
     """One row per factor."""
     schedule = QUICK if quick else FULL
-    with EmulatedCluster.quotas(QUOTAS) as ranks:
-        found = found_by_ranks(train_all, len(QUOTAS), ranks, stage, factors, schedule, quick)
+    with cpu_quotas(QUOTAS) as ranks:
+        found = run_ranks(train_all, len(QUOTAS), ranks, stage, factors, schedule, quick)
     case = {"stage": stage, "quotas": QUOTAS, "changed_rank": CHANGED, "quick": quick}
     return [
         Row.of("drift", {**case, "factor": factor}, figures)
@@ -152,18 +138,7 @@ def train_all(
     torch.set_num_threads(1)
     ranks.enter(dist.get_rank())
     config = replace(SIZES["tiny" if quick else "demo"], context=CONTEXT)
-    batch = whole_batch(0, config)
-    example = {name: tensor[:4] for name, tensor in batch.items()}
-    profile = profile_cluster(
-        Llama(config),
-        next_byte_loss,
-        example,
-        stages=(stage,),
-        max_batch=GLOBAL_BATCH,
-        seconds=5 if quick else 12,
-        cache=False,
-        lr=LEARNING_RATE,
-    )
+    profile = profiled(config, stage, GLOBAL_BATCH, seconds=5 if quick else 12)
     plan = search(profile, global_batch=GLOBAL_BATCH, stages=(stage,), leave_out="never")
     figures = []
     for factor in factors:
@@ -175,11 +150,32 @@ def train_all(
     return figures
 
 
-def whole_batch(step: int, config: LlamaConfig) -> dict[str, torch.Tensor]:
+def profiled(config: LlamaConfig, stage: int, max_batch: int, *, seconds: float) -> ClusterProfile:
+    """A new profile of the ranks. Collective."""
+    return profile_cluster(
+        Llama(config),
+        next_byte_loss,
+        whole_batch(0, 4),
+        stages=(stage,),
+        max_batch=max_batch,
+        seconds=seconds,
+        cache=False,
+        lr=LEARNING_RATE,
+    )
+
+
+def whole_batch(step: int, samples: int) -> dict[str, Tensor]:
     """The global batch of a step."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(256, (GLOBAL_BATCH, config.context + 1), generator=generator)
+    tokens = torch.randint(256, (samples, CONTEXT + 1), generator=generator)
     return {"input": tokens[:, :-1], "target": tokens[:, 1:]}
+
+
+def part_of(whole: dict[str, Tensor], plan: Plan) -> dict[str, Tensor]:
+    """This rank's part of a global batch."""
+    first = plan.offset(dist.get_rank())
+    last = first + plan.samples(dist.get_rank())
+    return {name: tensor[first:last] for name, tensor in whole.items()}
 
 
 def train(
@@ -204,10 +200,9 @@ def train(
         if step in (schedule.slow_at, schedule.recovers_at) and rank == 0:
             slower = factor if step == schedule.slow_at else 1.0
             ranks.change(CHANGED, QUOTAS[CHANGED] / slower)
-        whole, current = whole_batch(step, config), optimizer.plan
+        current = optimizer.plan
         assert current is not None
-        first = current.offset(rank)
-        part = {name: each[first : first + current.samples(rank)] for name, each in whole.items()}
+        part = part_of(whole_batch(step, GLOBAL_BATCH), current)
         dist.barrier()
         began = time.perf_counter()
         result = optimizer.train_step(next_byte_loss, part)
@@ -270,14 +265,12 @@ def steps_until_change(samples: Sequence[Sequence[int]], start: int, stop: int) 
     return next((step - start for step in changed), None)
 
 
-def measure_overhead(seconds: float) -> list[Row]:
+def measure_overhead(seconds: float) -> Iterator[Row]:
     """One row per case, each measured for about so many seconds."""
-    rows = []
     for model, global_batch, steps, stage in OVERHEAD_CASES:
-        found = found_by_ranks(train_in_turns, 2, model, global_batch, steps, stage, seconds)
+        found = run_ranks(train_in_turns, 2, model, global_batch, steps, stage, seconds)
         case = {"stage": stage, "model": model, "global_batch": global_batch, "ranks": 2}
-        rows.append(Row.of("drift_overhead", case, found))
-    return rows
+        yield Row.of("drift_overhead", case, found)
 
 
 def train_in_turns(
@@ -286,22 +279,11 @@ def train_in_turns(
     """Train rounds with and without following. Collective."""
     torch.set_num_threads(1)
     config = replace(SIZES[model], context=CONTEXT)
-    batch = whole_batch(0, config)
-    profile = profile_cluster(
-        Llama(config),
-        next_byte_loss,
-        {name: tensor[:4] for name, tensor in batch.items()},
-        stages=(stage,),
-        max_batch=global_batch,
-        seconds=5,
-        cache=False,
-        lr=LEARNING_RATE,
-    )
+    profile = profiled(config, stage, global_batch, seconds=5)
     plan = Plan.even(2, global_batch, global_batch // 2, stage)
     optimizer = HeteroZeroOptimizer(Llama(config), torch.optim.AdamW, plan=plan, lr=LEARNING_RATE)
     follower = optimizer.follow_drift(profile)  # "advise": the plan stays
-    own = slice(plan.offset(dist.get_rank()), plan.offset(dist.get_rank()) + global_batch // 2)
-    part = {name: tensor[own] for name, tensor in batch.items()}
+    part = part_of(whole_batch(0, global_batch), plan)
 
     def seconds_of_round(follows: bool) -> float:
         # `follow_drift` would begin anew, and its first steps do less.
@@ -354,7 +336,7 @@ def targets(rows: Sequence[Row]) -> Iterator[Target]:
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = new_parser(__doc__, show=True, quick="a tiny model and fewer steps at stage 1")
+    parser = new_parser(__doc__, quick="a tiny model and fewer steps at stage 1")
     several = {"nargs": "+"}
     parser.add_argument("--stages", type=int, choices=range(4), default=None, **several)
     parser.add_argument("--factors", type=float, default=None, **several)

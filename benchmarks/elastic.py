@@ -19,7 +19,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rows import Column, Row, at_least, new_console, new_parser, read_rows, table_of, write_rows
+from rows import Column, Kind, Row, at_least, new_parser, report
 from torch import nn
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -261,25 +260,23 @@ def row_of(killed: Killed, undisturbed: Sequence[float]) -> Row:
 def main() -> None:
     """Measure all cases, print a table, append rows."""
     options = parse_options()
-    if options.show:
-        new_console().print(table_of(read_rows(options.show, BENCHMARK), COLUMNS))
-        return
-    rows = []
+    report(options, measure(options), Kind(BENCHMARK, COLUMNS))
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """One row per stage and source."""
     for stage in options.stages:
         cases = [Case(stage, source, options.width) for source in options.sources]
         killed = [kill_ranks(case, options.kills) for case in cases]
         last = max(one.lines[-1]["step"] for one in killed)
         with running(Case(stage, "nothing", options.width), last) as job:
             undisturbed = [line["loss"] for line in job.wait_for(0, last)]
-        rows += [row_of(one, undisturbed) for one in killed]
-    if options.output:
-        write_rows(options.output, rows)
-    new_console().print(table_of(rows, COLUMNS))
+        yield from (row_of(one, undisturbed) for one in killed)
 
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = new_parser(__doc__, show=True)
+    parser = new_parser(__doc__)
     parser.add_argument("--kills", type=at_least(1), default=20, help="of each job")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 3], choices=range(4))
     parser.add_argument("--width", type=at_least(64), default=256, help="of the model")
@@ -289,4 +286,4 @@ def parse_options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch
 import torch.distributed as dist
 from convergence import batch_of, evaluation
-from found_by_ranks import found_by_ranks
+from launch import run_ranks
 from llama import Llama, LlamaConfig, next_byte_loss
 from rows import (
     Column,
@@ -163,7 +163,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 def measure(case: Case) -> Row:
     """Train one run on two ranks."""
     options = {"before": be_a_host, "backend": "cpu:gloo,cuda:nccl"} if case.is_cuda else {}
-    found = found_by_ranks(train, len(SHARES), case, **options)
+    found = run_ranks(train, len(SHARES), case, **options)
     losses = found.pop("losses")
     parts = [losses[start : start + EVERY] for start in range(0, len(losses), EVERY)]
     found["losses"] = [round(mean(part), 5) for part in parts]
@@ -324,7 +324,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     quick = "a tiny model, 5 steps, one seed and stage, unless given"
-    parser = new_parser(__doc__, show=True, quick=quick)
+    parser = new_parser(__doc__, quick=quick)
     several = {"nargs": "+", "default": None}
     parser.add_argument("--communications", choices=COMMUNICATIONS, **several)
     parser.add_argument("--stages", type=int, choices=range(4), **several)

@@ -1,10 +1,9 @@
 """Ranks behind slow links: what plans that leave them out gain, and what a left-out rank costs.
 
-Simulated: the predicted step of clusters of the catalogue of devices, with and without leaving
-ranks out. Measured: CPU ranks under quotas, of which the last one is on a host of its own behind a
-link of a given rate, train a Llama. Jobs train in turns: the plan with all ranks, the plan that
-leaves the last rank out, and twice that plan on the other ranks alone. How much the latter two
-differ shows what differences are noise.
+CPU ranks under quotas, of which the last one is on a host of its own behind a link of a given rate,
+train a Llama. Jobs train in turns: the plan with all ranks, the plan that leaves the last rank out,
+and twice that plan on the other ranks alone. How much the latter two differ shows what differences
+are noise.
 
 `--recovers` trains one job, in which the quota of the last rank is divided by `SLOWER` for a while:
 `follow_drift` leaves the rank out, and takes it back. The same steps run with `leave_out="never"`.
@@ -24,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from statistics import fmean, median
@@ -32,48 +32,28 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch
 import torch.distributed as dist
-from catalogue import DEVICES_OF_A_HOST, GBIT_PER_S, GLOBAL_BATCHES, GPUS, MODELS
-from emulation import EmulatedCluster, Ranks
-from found_by_ranks import found_by_ranks
+from drift import CONTEXT, LEARNING_RATE, part_of, profiled, whole_batch
+from emulation import Ranks, cpu_quotas
+from launch import run_ranks
 from llama import SIZES, Llama, LlamaConfig, next_byte_loss
-from network import EmulatedNetwork, Hosts
-from rows import (
-    Column,
-    Row,
-    Target,
-    new_console,
-    new_parser,
-    print_targets,
-    read_rows,
-    table_of,
-    write_rows,
-)
+from network import Hosts, emulated_network
+from rows import Column, Kind, Row, Target, new_parser, report
 
-from poplar import HeteroZeroOptimizer, Plan, profile_cluster, search
+from poplar import HeteroZeroOptimizer, Plan, search
 from poplar.drift import idle_speed
-from poplar.hardware.cluster_file import ClusterFile
-from poplar.hardware.model_shapes import TrainingJob, architecture
-from poplar.hardware.simulated_cluster import simulated_cluster
-from poplar.planner.search import Choice, plan_or_error
+from poplar.planner.search import Choice
 from poplar.values.profile import ClusterProfile
 
-SIMULATED, MEASURED, RECOVERED = "left_out_simulated", "left_out", "left_out_recovered"
-CLUSTERS = 20
-"""Random clusters of several hosts, beside the one with eight A100."""
-EIGHT_AND_ONE: list[dict[str, Any]] = [
-    {"network_gbit_per_s": 100, "device": [{"gpu": "A100-SXM-80", "count": 8}]},
-    {"network_gbit_per_s": 1, "device": [{"gpu": "A100-SXM-80", "count": 1}]},
-]
+MEASURED, RECOVERED = "left_out", "left_out_recovered"
 QUOTAS = (0.5, 0.5, 0.5)
 HOST_OF = (0, 0, 1)
 """By rank."""
 FAR = len(QUOTAS) - 1
 LINK_BITS = 1e8
 """Per second, of each host."""
-GLOBAL_BATCH, CONTEXT = 12, 64
+GLOBAL_BATCH = 12
 FIRST_STEPS, TURN_STEPS = 4, 20
 """Steps of a turn that are not timed, and those that are."""
-LEARNING_RATE = 1e-4
 PORT = 29517
 MOST_COST = 1.01
 """Seconds of a step with a rank left out over those without that rank."""
@@ -84,16 +64,6 @@ SLOW_AT, FAST_AT, LAST = 60, 260, 2000
 REST_SECONDS, AFTER, SETTLED = 10.0, 40, 20
 """Between two measurements of the rank; steps after it is back; steps after a change that are not
 timed."""
-SIMULATED_COLUMNS = (
-    Column("cluster (simulated)", "cluster"),
-    Column("model", "model"),
-    Column("global batch", "global_batch"),
-    Column("ranks", "ranks"),
-    Column("left out", "left_out"),
-    Column("step with all", "all_seconds", "{:.3f} s"),
-    Column("step", "seconds", "{:.3f} s"),
-    Column("gain", "gain", "{:.2f}x"),
-)
 MEASURED_COLUMNS = (
     Column("stage", "stage"),
     Column("link", lambda row: row["link_bits_per_s"] / 1e6, "{:g} Mbit/s"),
@@ -125,108 +95,42 @@ RECOVERED_COLUMNS = (
 def main() -> None:
     """Measure, or show saved rows."""
     options = parse_options()
-    console = new_console()
-    if options.show:
-        simulated = read_rows(options.show, SIMULATED)
-        measured = read_rows(options.show, MEASURED)
-        recovered = read_rows(options.show, RECOVERED)
-    else:
-        os.environ["OMP_NUM_THREADS"] = "1"  # more threads would share the rank's quota
-        simulated, measured, recovered = [], [], []
-        if options.recovers:
-            recovered = [measure(stage, 1, quick=True, recovers=True) for stage in options.stages]
-        else:
-            simulated = list(map(simulate, range(3 if options.quick else CLUSTERS + 1)))
-            given = {"quick": options.quick}
-            measured = [measure(stage, options.rounds, **given) for stage in options.stages]
-    if options.output:
-        write_rows(options.output, [*simulated, *measured, *recovered])
-    tables = (
-        (simulated, SIMULATED_COLUMNS),
-        (measured, MEASURED_COLUMNS),
-        (recovered, RECOVERED_COLUMNS),
+    os.environ["OMP_NUM_THREADS"] = "1"  # more threads would share the rank's quota
+    rows = report(
+        options,
+        measure_all(options),
+        Kind(MEASURED, MEASURED_COLUMNS, measured_targets),
+        Kind(RECOVERED, RECOVERED_COLUMNS, recovered_targets),
     )
-    for rows, columns in tables:
-        if rows:
-            console.print(table_of(rows, columns))
-    for line in [line for row in recovered for line in row["messages"]]:
-        console.print(f"  {line}")
-    print_targets([*targets(simulated, measured), *recovered_targets(recovered)], console)
+    for line in [line for row in rows for line in row.get("messages") or ()]:
+        print(f"  {line}")
 
 
-def simulate(seed: int) -> Row:
-    """A cluster with and without ranks left out, as predicted; 0: eight A100 and one more."""
-    draw = random.Random(seed)
-    hosts = EIGHT_AND_ONE if seed == 0 else list(draw_hosts(draw))
-    model = "llama-1.1b" if seed == 0 else draw.choice(MODELS)
-    batch = 256 if seed == 0 else draw.choice(GLOBAL_BATCHES)
-    described = ClusterFile.from_dict({"host": hosts})
-    job = TrainingJob(architecture=architecture(model), checkpointing=True)
-    profile = simulated_cluster(described, job).middle
-    found = [
-        plan_or_error(profile, global_batch=batch, leave_out=leave_out)
-        for leave_out in ("never", "auto")
-    ]
-    seconds = [plan.prediction["step_seconds"] if is_plan(plan) else None for plan in found]
-    whole, chosen = seconds
-    case = {
-        "cluster": " + ".join(map(host_text, hosts)),
-        "seed": seed,
-        "model": model,
-        "global_batch": batch,
-        "ranks": profile.world_size,
-        "is_simulated": True,
-    }
-    figures = {
-        "all_seconds": whole,
-        "seconds": chosen,
-        "gain": whole / chosen if whole and chosen else None,
-        "left_out": list(found[1].left_out) if is_plan(found[1]) else None,
-        "why_not": None if is_plan(found[1]) else str(found[1]),
-    }
-    return Row.of(SIMULATED, case, figures, packages=())
-
-
-def is_plan(found: Plan | ValueError) -> bool:
-    """Whether it is a plan, and not why there is none."""
-    return isinstance(found, Plan)
-
-
-def draw_hosts(draw: random.Random) -> Iterator[dict[str, Any]]:
-    """Two to four hosts of one kind of GPU each, each with its own network."""
-    for _ in range(draw.randint(2, 4)):
-        device = {"gpu": draw.choice(GPUS), "count": draw.choice(DEVICES_OF_A_HOST)}
-        yield {"network_gbit_per_s": draw.choice(GBIT_PER_S), "device": [device]}
-
-
-def host_text(host: dict[str, Any]) -> str:
-    """`8 A100-SXM-80 at 100G`."""
-    (device,) = host["device"]
-    return f"{device['count']} {device['gpu']} at {host['network_gbit_per_s']}G"
+def measure_all(options: argparse.Namespace) -> Iterator[Row]:
+    """The rows that the options ask for."""
+    if options.recovers:
+        yield from (measure(stage, 1, quick=True, recovers=True) for stage in options.stages)
+    else:
+        yield from (measure(stage, options.rounds, quick=options.quick) for stage in options.stages)
 
 
 def measure(stage: int, rounds: int, *, quick: bool, recovers: bool = False) -> Row:
     """One row of real ranks."""
     bits = FASTER_LINK if recovers else LINK_BITS
     with (
-        EmulatedNetwork(hosts=max(HOST_OF) + 1, bits_per_second=bits) as hosts,
-        EmulatedCluster.quotas(QUOTAS) as ranks,
+        emulated_network(hosts=max(HOST_OF) + 1, bits_per_second=bits) as hosts,
+        cpu_quotas(QUOTAS) as ranks,
     ):
         given = (ranks, hosts, stage, 0 if recovers else rounds, quick)
-        figures = found_by_ranks(train_all, len(QUOTAS), *given, before=EnterHost(hosts))
+        figures = run_ranks(train_all, len(QUOTAS), *given, before=partial(enter_host, hosts))
     case = {"stage": stage, "quotas": QUOTAS, "hosts": HOST_OF, "link_bits_per_s": bits}
     name = RECOVERED if recovers else MEASURED
     return Row.of(name, {**case, "quick": quick, "rounds": rounds}, figures)
 
 
-class EnterHost:
-    """Moves a rank to its host. Picklable."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        self._hosts = hosts
-
-    def __call__(self, rank: int) -> None:
-        self._hosts.enter(HOST_OF[rank])
+def enter_host(hosts: Hosts, rank: int) -> None:
+    """Move a rank to its host."""
+    hosts.enter(HOST_OF[rank])
 
 
 def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool) -> dict[str, Any]:
@@ -243,17 +147,7 @@ def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool) 
     near = dist.new_group([each for each in range(len(QUOTAS)) if each != FAR])
     ranks.enter(rank)
     config = replace(SIZES["tiny" if quick else "demo"], context=CONTEXT)
-    whole = whole_batch(0, config)
-    profile = profile_cluster(
-        Llama(config),
-        next_byte_loss,
-        {name: tensor[:4] for name, tensor in whole.items()},
-        stages=(stage,),
-        max_batch=GLOBAL_BATCH,
-        seconds=5 if quick else 12,
-        cache=False,
-        lr=LEARNING_RATE,
-    )
+    profile = profiled(config, stage, GLOBAL_BATCH, seconds=5 if quick else 12)
     request: dict[str, Any] = {"global_batch": GLOBAL_BATCH, "stages": (stage,)}
     all_ranks = search(profile, **request, leave_out="never")
     if not rounds:
@@ -267,7 +161,7 @@ def train_all(ranks: Ranks, hosts: Hosts, stage: int, rounds: int, quick: bool) 
     jobs = {"all": (all_ranks, None), "left_out": (left, None)}
     if rank != FAR:
         jobs["alone"] = jobs["again"] = (left.of_active_ranks(), near)
-    taken = take_turns(jobs, config, whole, rounds)
+    taken = take_turns(jobs, config, rounds)
     dist.barrier()
     if rank == FAR:  # it has not trained the jobs of the others
         return {}
@@ -305,9 +199,7 @@ def slowed(
             break
         part, began = None, time.perf_counter()
         if optimizer.is_active:
-            first, samples = current.offset(rank), current.samples(rank)
-            whole = whole_batch(step, config)
-            part = {name: each[first : first + samples] for name, each in whole.items()}
+            part = part_of(whole_batch(step, GLOBAL_BATCH), current)
         losses.append(optimizer.train_step(next_byte_loss, part).loss)
         seconds.append(time.perf_counter() - began)
     if leave_out == "never" and rank == 0:
@@ -348,13 +240,6 @@ def recovered_targets(rows: Sequence[Row]) -> Iterator[Target]:
         yield Target(case=case, what="loss difference", value=value, wanted=1e-4, at_most=True)
 
 
-def whole_batch(step: int, config: LlamaConfig) -> dict[str, Any]:
-    """The global batch of a step."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(256, (GLOBAL_BATCH, config.context + 1), generator=generator)
-    return {"input": tokens[:, :-1], "target": tokens[:, 1:]}
-
-
 def without_far(plan: Plan) -> Plan:
     """A plan of the same stage and global batch on the other ranks, which are equally fast."""
     even = Plan.even(FAR, plan.global_batch, plan.global_batch, stage=plan.stage)
@@ -364,7 +249,6 @@ def without_far(plan: Plan) -> Plan:
 def take_turns(
     jobs: Mapping[str, tuple[Plan, dist.ProcessGroup | None]],
     config: LlamaConfig,
-    whole: dict[str, Any],
     rounds: int,
 ) -> dict[str, list[float]]:
     """Seconds of a step of each job in each round. Collective.
@@ -388,19 +272,18 @@ def take_turns(
         for name in order:
             dist.barrier()
             if name in jobs:
-                taken[name].append(take_turn(trained[name], whole))
+                taken[name].append(take_turn(trained[name]))
         for optimizer in trained.values():
             optimizer.release()
     return taken
 
 
-def take_turn(optimizer: HeteroZeroOptimizer, whole: dict[str, Any]) -> float:
+def take_turn(optimizer: HeteroZeroOptimizer) -> float:
     """Seconds of a step, over the steps of one turn."""
     plan, part = optimizer.plan, None
     assert plan is not None
     if optimizer.is_active:
-        first, samples = plan.offset(dist.get_rank()), plan.samples(dist.get_rank())
-        part = {name: each[first : first + samples] for name, each in whole.items()}
+        part = part_of(whole_batch(0, GLOBAL_BATCH), plan)
     for step in range(FIRST_STEPS + TURN_STEPS):
         if step == FIRST_STEPS:
             began = time.perf_counter()
@@ -428,12 +311,9 @@ def with_interval(ratios: Sequence[float]) -> list[float]:
     return [median(ratios), medians[len(medians) // 20], medians[-len(medians) // 20]]
 
 
-def targets(simulated: Sequence[Row], measured: Sequence[Row]) -> Iterator[Target]:
-    """More ranks are never predicted slower, and a rank that is left out costs nothing."""
-    gains = [row["gain"] for row in simulated if row["gain"]]
-    if gains:
-        yield Target(case="simulated", what="least gain", value=min(gains), wanted=1.0)
-    for row in measured:
+def measured_targets(rows: Sequence[Row]) -> Iterator[Target]:
+    """A rank that is left out costs nothing."""
+    for row in rows:
         case = f"stage {row['stage']}"
         value = row["cost"][0]
         yield Target(case=case, what="cost", value=value, wanted=MOST_COST, at_most=True)
@@ -442,8 +322,8 @@ def targets(simulated: Sequence[Row], measured: Sequence[Row]) -> Iterator[Targe
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    quick = "a tiny model at stage 1 and few clusters"
-    parser = new_parser(__doc__, show=True, rounds=24, quick=quick)
+    quick = "a tiny model at stage 1"
+    parser = new_parser(__doc__, rounds=24, quick=quick)
     parser.add_argument("--stages", type=int, choices=range(4), default=None, nargs="+")
     parser.add_argument("--recovers", action="store_true", help="a rank is slow for a while")
     options = parser.parse_args(arguments)

@@ -16,17 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import process_memory
 from peaks.measure import measure_model
 from peaks.subjects import SUBJECTS
-from rows import (
-    Column,
-    Row,
-    Target,
-    at_least,
-    new_console,
-    new_parser,
-    print_targets,
-    table_of,
-    write_rows,
-)
+from rows import Column, Kind, Row, Target, at_least, new_parser, report
 
 MIB = 2**20
 ERROR = 0.05
@@ -42,18 +32,16 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Measure the models one after the other; rows are written as soon as there are any."""
+    """Measure the models one after the other, or show saved rows."""
     options = parse_options()
     process_memory.prepare_rank_processes()
     os.environ["OMP_NUM_THREADS"] = "1"
-    console, rows = new_console(), list[Row]()
-    for model in options.models:
-        fresh = list(measure_model(model, options.stages, options.batches))
-        rows += fresh
-        console.print(table_of(fresh, COLUMNS))
-        if options.output:
-            write_rows(options.output, fresh)
-    print_targets(targets(rows), console)
+    rows = (
+        row
+        for model in options.models
+        for row in measure_model(model, options.stages, options.batches)
+    )
+    report(options, rows, Kind("memory peaks", COLUMNS, targets))
 
 
 def targets(rows: Sequence[Row]) -> Iterator[Target]:

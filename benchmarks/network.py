@@ -1,28 +1,26 @@
 """Several hosts on one machine: network namespaces with a link of a given rate between them.
 
-    with EmulatedNetwork(hosts=2, bits_per_second=1e9) as hosts:
+    with emulated_network(bits_per_second=1e9) as hosts:
         ...                      # each rank process calls hosts.enter(host) before anything else
 
 Ranks of one host communicate within their namespace, at the speed of memory. Each host has a link
-to a switch: a veth whose two ends are shaped by `tc tbf`. Needs root and iproute2. The namespaces
-are removed at the end of the `with` block, or by a guard process if this process is killed: this
-file as a program.
+to a switch: a veth whose two ends are shaped by `tc tbf`. Needs root and iproute2. A guard process
+(this file as a program) removes the namespaces at the end of the `with` block, or when this process
+is killed.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
-import shutil
+import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 
-from emulation import EmulationUnavailable
+from emulation import EmulationUnavailable, guard
 
 BURST_BYTES = 256 * 1024
 """Bytes that may be sent at once. Must exceed the segments that the kernel sends as a whole (64
@@ -41,8 +39,6 @@ BRIDGE = "switch0"
 """The bridge that joins the links, in a namespace of its own."""
 CLONE_NEWNET = 0x40000000
 
-_SERIAL = itertools.count()
-
 
 @dataclass(frozen=True)
 class Hosts:
@@ -55,21 +51,9 @@ class Hosts:
 
         Call it before creating any socket: existing sockets stay in their namespace. Also sets
         gloo's interface.
-
-        Raises:
-            ValueError: no such host.
-            EmulationUnavailable: the network was closed, or this process may not enter it.
         """
-        if not 0 <= host < len(self.names):
-            raise ValueError(f"host {host}: there are hosts 0 to {len(self.names) - 1}")
-        try:
-            namespace = os.open(f"/var/run/netns/{self.names[host]}", os.O_RDONLY)
-        except OSError as error:
-            raise EmulationUnavailable(
-                f"host {host} does not exist ({error}); its EmulatedNetwork must still be open"
-            ) from error
-        library = ctypes.CDLL(None, use_errno=True)
-        failed = library.setns(namespace, CLONE_NEWNET)
+        namespace = os.open(f"/var/run/netns/{self.names[host]}", os.O_RDONLY)
+        failed = ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET)
         number = ctypes.get_errno()
         os.close(namespace)
         if failed:
@@ -82,115 +66,67 @@ class Hosts:
         return f"10.77.0.{host + 1}"
 
 
-class EmulatedNetwork(AbstractContextManager[Hosts]):
-    """Hosts and their links to a switch, for the duration of the `with` block."""
+@contextmanager
+def emulated_network(*, hosts: int = 2, bits_per_second: float) -> Iterator[Hosts]:
+    """Hosts and their links to a switch, for the duration of the `with` block.
 
-    def __init__(self, *, hosts: int = 2, bits_per_second: float) -> None:
-        """Raises `ValueError` if there are fewer than 2 hosts or the rate is not positive."""
-        if hosts < 2:
-            raise ValueError(f"EmulatedNetwork joins at least 2 hosts, got hosts={hosts}")
-        if not bits_per_second > 0:
-            raise ValueError(f"bits_per_second must be above 0, got {bits_per_second}")
-        self._rate = bits_per_second
-        prefix = f"poplar-{os.getpid()}-{next(_SERIAL)}"
-        self._hosts = Hosts(tuple(f"{prefix}-host{host}" for host in range(hosts)))
-        self._switch = f"{prefix}-switch"
-        self._guard: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Hosts:
-        for tool in ("ip", "tc"):
-            if shutil.which(tool) is None:
-                raise EmulationUnavailable(f"there is no {tool!r}; on Debian: apt install iproute2")
-        self._guard = _start_guard(self._namespaces)
-        try:
-            self._make()
-        except BaseException:
-            self.close()
-            raise
-        return self._hosts
-
-    @property
-    def _namespaces(self) -> tuple[str, ...]:
-        return (*self._hosts.names, self._switch)
-
-    def _make(self) -> None:
-        for name in self._namespaces:
-            run("ip", "netns", "add", name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
-        run("ip", "-n", self._switch, "link", "add", BRIDGE, "type", "bridge")
-        run("ip", "-n", self._switch, "link", "set", BRIDGE, "up")
-        for host, name in enumerate(self._hosts.names):
-            port = f"port{host}"
-            run(
-                *("ip", "-n", name, "link", "add", INTERFACE, "type", "veth"),
-                *("peer", "name", port, "netns", self._switch),
-            )
-            run("ip", "-n", self._switch, "link", "set", port, "master", BRIDGE)
-            address = f"{self._hosts.address(host)}/24"
-            run("ip", "-n", name, "address", "add", address, "dev", INTERFACE)
-            for namespace, interface in ((name, INTERFACE), (self._switch, port)):
-                run("ip", "-n", namespace, "link", "set", interface, "up")
-                self._shape(namespace, interface)
-            route = ("10.77.0.0/24", "dev", INTERFACE, "congctl", CONGESTION_CONTROL)
-            run("ip", "-n", name, "route", "replace", *route)
-
-    def _shape(self, namespace: str, interface: str) -> None:
-        """Limit the rate at which this interface sends."""
-        run(
-            *("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf"),
-            *("rate", f"{self._rate:.0f}bit", "burst", str(BURST_BYTES)),
-            *("latency", f"{QUEUE_SECONDS * 1000:.0f}ms"),
-        )
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Remove the namespaces; processes that are still in them lose the network."""
-        remove(self._namespaces)
-        if self._guard is not None:
-            self._guard.communicate()  # closes its input, so it ends
-            self._guard = None
-
-
-def remove(names: Sequence[str]) -> None:
-    """Remove namespaces; those that no longer exist are ignored."""
-    for name in names:
-        with suppress(EmulationUnavailable):
-            run("ip", "netns", "delete", name)
-
-
-def run(*command: str) -> str:
-    """Run a command and return its output.
+    Processes that are still in the namespaces afterwards lose the network.
 
     Raises:
-        EmulationUnavailable: the command failed; includes its error message.
+        EmulationUnavailable: this machine does not allow it; the message says why.
     """
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    prefix = f"poplar-{secrets.token_hex(4)}"
+    opened = Hosts(tuple(f"{prefix}-host{host}" for host in range(hosts)))
+    switch = f"{prefix}-switch"
+    with guard(__file__, (*opened.names, switch)):
+        _make(opened, switch, bits_per_second)
+        yield opened
+
+
+def _make(hosts: Hosts, switch: str, bits_per_second: float) -> None:
+    for name in (*hosts.names, switch):
+        run("ip", "netns", "add", name)
+        run("ip", "-n", name, "link", "set", "lo", "up")
+    run("ip", "-n", switch, "link", "add", BRIDGE, "type", "bridge")
+    run("ip", "-n", switch, "link", "set", BRIDGE, "up")
+    for host, name in enumerate(hosts.names):
+        port = f"port{host}"
+        run(
+            *("ip", "-n", name, "link", "add", INTERFACE, "type", "veth"),
+            *("peer", "name", port, "netns", switch),
+        )
+        run("ip", "-n", switch, "link", "set", port, "master", BRIDGE)
+        run("ip", "-n", name, "address", "add", f"{hosts.address(host)}/24", "dev", INTERFACE)
+        for namespace, interface in ((name, INTERFACE), (switch, port)):
+            run("ip", "-n", namespace, "link", "set", interface, "up")
+            run(  # limits the rate at which this interface sends
+                *("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf"),
+                *("rate", f"{bits_per_second:.0f}bit", "burst", str(BURST_BYTES)),
+                *("latency", f"{QUEUE_SECONDS * 1000:.0f}ms"),
+            )
+        route = ("10.77.0.0/24", "dev", INTERFACE, "congctl", CONGESTION_CONTROL)
+        run("ip", "-n", name, "route", "replace", *route)
+
+
+def run(*command: str) -> None:
+    """Run a command.
+
+    Raises:
+        EmulationUnavailable: there is no such program, or it failed; includes its error message.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise EmulationUnavailable(f"{error}; on Debian: apt install iproute2") from None
     if done.returncode:
         raise EmulationUnavailable(
             f"network namespaces need root (or CAP_NET_ADMIN and CAP_SYS_ADMIN); "
             f"{' '.join(command)}: {done.stderr.strip()}"
         )
-    return done.stdout
-
-
-def _start_guard(names: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a process that removes the namespaces when this process has ended."""
-    return subprocess.Popen(
-        [sys.executable, __file__, *names],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # so that Ctrl-C and a closed terminal do not end it
-    )
 
 
 if __name__ == "__main__":  # the guard
     sys.stdin.buffer.read()  # ends when the parent process closes its end or exits
-    remove(sys.argv[1:])
+    for name in sys.argv[1:]:
+        with suppress(EmulationUnavailable):  # it was not made
+            run("ip", "netns", "delete", name)

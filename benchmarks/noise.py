@@ -25,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 from noisy_machine import NOISES, Machine, Noise, true_cluster
-from rows import Column, Row, at_least, new_console, new_parser, read_rows, table_of, write_rows
+from rows import Column, Kind, Row, at_least, new_parser, report
 
 from poplar.planner.search import search
 from poplar.planner.what_if import with_slower_devices
@@ -86,8 +86,10 @@ def on_clock(machine: Machine) -> Iterator[None]:
         yield
 
 
-def summaries(rows: Sequence[Row]) -> Iterator[Row]:
+def summaries(seeds: Sequence[int]) -> Iterator[Row]:
     """One row for each noise and one for all, before and after trial runs."""
+    with ProcessPoolExecutor(min(len(seeds), os.cpu_count() or 1)) as pool:
+        rows = list(pool.map(simulate, seeds, chunksize=4))
     for kind in (*NOISES, "any"):
         own = [row for row in rows if kind in ("any", row["noise"])]
         if len(own) < 2:
@@ -143,20 +145,13 @@ COLUMNS = (
 def main() -> None:
     """Simulate clusters, or show saved rows."""
     options = parse_options()
-    if options.show:
-        found = read_rows(options.show, "noise")
-    else:
-        seeds = range(options.first, options.first + options.clusters)
-        with ProcessPoolExecutor(min(len(seeds), os.cpu_count() or 1)) as pool:
-            found = list(summaries(list(pool.map(simulate, seeds, chunksize=4))))
-        if options.output:
-            write_rows(options.output, found)
-    new_console().print(table_of(found, COLUMNS))
+    seeds = range(options.first, options.first + options.clusters)
+    report(options, summaries(seeds), Kind("noise", COLUMNS))
 
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = new_parser(__doc__, show=True)
+    parser = new_parser(__doc__)
     parser.add_argument("--clusters", type=at_least(2), default=1000, help="random clusters")
     parser.add_argument("--first", type=at_least(0), default=0, help="the first seed")
     return parser.parse_args()

@@ -7,7 +7,6 @@ Two CPU ranks with unequal shares of the state train one Llama per optimizer, in
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,19 +19,9 @@ import bitsandbytes
 import torch
 import torch.distributed as dist
 import torchao.optim
-from found_by_ranks import found_by_ranks
+from launch import run_ranks
 from llama import SIZES, Llama, next_byte_loss
-from rows import (
-    Column,
-    Row,
-    Target,
-    new_console,
-    new_parser,
-    print_targets,
-    read_rows,
-    table_of,
-    write_rows,
-)
+from rows import Column, Kind, Row, Target, new_parser, report
 
 from poplar import HeteroZeroOptimizer, Plan
 
@@ -57,27 +46,18 @@ COLUMNS = (
 
 def main() -> None:
     """Measure all classes, or show saved rows."""
-    options = parse_options()
-    console = new_console()
-    if options.show:
-        rows = read_rows(options.show, "optimizers")
-    else:
-        rows = measure(options.rounds, "tiny" if options.quick else "demo")
-    if options.output:
-        write_rows(options.output, rows)
-    console.print(table_of(rows, COLUMNS))
-    print_targets(targets(rows), console)
+    options = new_parser(__doc__, quick="a tiny model", rounds=7).parse_args()
+    rows = measure(options.rounds, "tiny" if options.quick else "demo")
+    report(options, rows, Kind("optimizers", COLUMNS, targets))
 
 
-def measure(rounds: int, size: str) -> list[Row]:
+def measure(rounds: int, size: str) -> Iterator[Row]:
     """One row per class."""
-    found = found_by_ranks(train, len(SHARES), rounds, size)
+    found = run_ranks(train, len(SHARES), rounds, size)
     case = {"size": size, "stage": STAGE, "shares": SHARES, "rounds": rounds}
     packages = ("torch", "bitsandbytes", "torchao")
-    return [
-        Row.of("optimizers", {"optimizer": name, **case}, figures, packages=packages)
-        for name, figures in found.items()
-    ]
+    for name, figures in found.items():
+        yield Row.of("optimizers", {"optimizer": name, **case}, figures, packages=packages)
 
 
 def train(rounds: int, size: str) -> dict[str, dict[str, Any]]:
@@ -131,11 +111,6 @@ def targets(rows: Sequence[Row]) -> Iterator[Target]:
     for row in rows:
         what = "samples/s, of those with AdamW"
         yield Target(case=row["optimizer"], what=what, value=row["of_adamw"], wanted=SPEED)
-
-
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    return new_parser(__doc__, show=True, quick="a tiny model", rounds=7).parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch
-from emulation import EmulatedCluster, Ranks
+from emulation import Ranks, cpu_quotas, quotas_of
 from launch import run_ranks
 from rows import at_least, markdown_table
 
@@ -105,23 +104,18 @@ def draw(rows: Sequence[PairRow], path: Path) -> None:
 def emulate(speeds: Sequence[float], minutes: float, output: Path) -> None:
     """Measure CPU ranks with quotas in proportion to `speeds`."""
     emulated = "CPU quotas " + ":".join(f"{speed:g}" for speed in speeds)
-    quotas = [QUOTA * speed / max(speeds) for speed in speeds]
-    with EmulatedCluster.quotas(quotas) as ranks:
-        run_ranks(work, len(quotas), ranks, minutes, emulated, output)
-    print(PairRow.from_json(output))
+    with cpu_quotas(quotas_of(speeds, QUOTA)) as ranks:
+        row: PairRow = run_ranks(work, len(speeds), ranks, minutes, emulated)
+    row.to_json(output)
+    print(row)
 
 
-def work(ranks: Ranks, minutes: float, emulated: str, output: Path) -> None:
+def work(ranks: Ranks, minutes: float, emulated: str) -> PairRow:
     """In a rank."""
     rank = torch.distributed.get_rank()
     ranks.enter(rank)
-    row = measure(torch.device("cpu"), minutes, print if rank == 0 else _ignore, emulated)
-    if rank == 0:
-        row.to_json(output)
-
-
-def _ignore(line: Any) -> None:
-    pass
+    log = print if rank == 0 else lambda line: None
+    return measure(torch.device("cpu"), minutes, log, emulated)
 
 
 def main() -> None:

@@ -23,14 +23,14 @@ shape is ours. The A800 has the peak of an A100 and slower links.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import roofline_errors
-from rows import Column, Row, new_console, new_parser, table_of, write_rows
+from rows import Column, Kind, Row, new_parser, report
 
 from poplar.hardware.cluster_file import ClusterFile
 from poplar.hardware.estimate import estimate, gain
@@ -100,30 +100,27 @@ class Case:
 
 
 def cases(
-    clusters: Iterable[str],
-    models: Iterable[str],
+    clusters: Sequence[str],
+    models: Sequence[str],
     stages: Sequence[int],
     links: Sequence[str],
-    counts: Sequence[tuple[int, int]] = COUNTS,
+    counts: Sequence[tuple[int, int]],
 ) -> Iterator[Case]:
     """The product of the options."""
-    clusters, models = list(clusters), list(models)
-    for between in links:
-        for name in clusters:
-            strong, weak = CLUSTERS[name]
-            for strong_count, weak_count in counts:
-                for model in models:
-                    for stage in stages:
-                        yield Case(
-                            cluster=name,
-                            strong=strong,
-                            weak=weak,
-                            strong_count=strong_count,
-                            weak_count=weak_count,
-                            links=between,
-                            model=model,
-                            stage=stage,
-                        )
+    for between, name, (strong_count, weak_count), model, stage in product(
+        links, clusters, counts, models, stages
+    ):
+        strong, weak = CLUSTERS[name]
+        yield Case(
+            cluster=name,
+            strong=strong,
+            weak=weak,
+            strong_count=strong_count,
+            weak_count=weak_count,
+            links=between,
+            model=model,
+            stage=stage,
+        )
 
 
 def rows_of(case: Case) -> Iterator[Row]:
@@ -304,18 +301,10 @@ def main() -> None:
     links, counts = arguments.links, COUNTS
     if arguments.quick:
         links, counts = links[:1], COUNTS[:1]
-    rows: list[Row] = []
-    wanted = list(cases(arguments.clusters, arguments.models, arguments.stages, links, counts))
-    for number, case in enumerate(wanted, start=1):
-        print(f"\r{number} of {len(wanted)}", end="", file=sys.stderr, flush=True)
-        rows += rows_of(case)
-    print(file=sys.stderr)
-    console = new_console()
-    console.print(table_of(rows, COLUMNS, "simulated"))
-    for line in findings(rows):
-        console.print(line, markup=False)
-    if arguments.output is not None:
-        write_rows(arguments.output, rows)
+    wanted = cases(arguments.clusters, arguments.models, arguments.stages, links, counts)
+    measured = (row for case in wanted for row in rows_of(case))
+    rows = report(arguments, measured, Kind("paper", COLUMNS, title="simulated"))
+    print("\n".join(findings(rows)))
 
 
 if __name__ == "__main__":

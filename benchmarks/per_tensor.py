@@ -27,7 +27,7 @@ and settings with their sources. `hap-8` is the whole cluster of HAP, `hap-1` on
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Iterator
 
 from published_clusters.published import EVALUATIONS
 from published_clusters.row import rows_of
@@ -41,55 +41,35 @@ QUICK = ("hap-1", "heterog")
 
 def main() -> None:
     """Run all cases and print the tables and the findings."""
-    parser = new_parser(__doc__, quick="two clusters with one model each", show=True)
+    parser = new_parser(__doc__, quick="two clusters with one model each")
     parser.add_argument(
         "--cluster", nargs="+", choices=EVALUATIONS, default=list(EVALUATIONS), help="clusters"
     )
     parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS, help="models")
     parser.add_argument("--markdown", action="store_true", help="print one Markdown table")
     arguments = parser.parse_args()
-    rows = _shown(arguments) if arguments.show else _simulated(parser, arguments)
-    if arguments.markdown:
-        print("\n".join(markdown(rows)))
-    else:
-        _print(rows)
-    if arguments.output is not None:
-        write_rows(arguments.output, rows)
-
-
-def _shown(arguments: argparse.Namespace) -> list[Row]:
-    return [
+    rows = [
         row
-        for row in read_rows(arguments.show, "per_tensor")
+        for row in (read_rows(arguments.show) if arguments.show else _simulated(arguments))
         if row["cluster"] in arguments.cluster and row["model"] in arguments.model
     ]
-
-
-def _simulated(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Row]:
-    cases = [
-        (name, model)
-        for name in (QUICK if arguments.quick else arguments.cluster)
-        for model in EVALUATIONS[name].models
-        if model in (MODELS[0], "vgg19-224") or not arguments.quick
-        if model in arguments.model
-    ]
-    if not cases:
-        parser.error(f"no cluster of {', '.join(arguments.cluster)} has such a model")
-    rows: list[Row] = []
-    for number, (name, model) in enumerate(cases, start=1):
-        print(f"\r{number} of {len(cases)}", end="", file=sys.stderr, flush=True)
-        rows += rows_of(name, EVALUATIONS[name], model)
-    print(file=sys.stderr)
-    return rows
-
-
-def _print(rows: list[Row]) -> None:
+    if arguments.output:
+        write_rows(arguments.output, rows)
+    if arguments.markdown:
+        print("\n".join(markdown(rows)))
+        return
     console = new_console()
     for name in dict.fromkeys(row["cluster"] for row in rows):
         own = [row for row in rows if row["cluster"] == name]
         console.print(table_of(own, COLUMNS, f"simulated: {name}: {own[0]['hosts']}"))
-    for line in findings(rows):
-        console.print(line, markup=False)
+    print("\n".join(findings(rows)))
+
+
+def _simulated(arguments: argparse.Namespace) -> Iterator[Row]:
+    for name in QUICK if arguments.quick else arguments.cluster:
+        models = [model for model in EVALUATIONS[name].models if model in arguments.model]
+        for model in models[:1] if arguments.quick else models:
+            yield from rows_of(name, EVALUATIONS[name], model)
 
 
 if __name__ == "__main__":

@@ -21,17 +21,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from emulation import EmulatedCluster, EmulationUnavailable, Ranks, measured_speeds
+from emulation import Ranks, cpu_quotas, measured_speeds, quotas_of
 from prediction_models import SUBJECTS, Batch, Subject
 from prediction_plans import part_unprofiled, plans_for
 from prediction_report import (
@@ -40,16 +38,16 @@ from prediction_report import (
     REGRET_COLUMNS,
     Measurement,
     by_cluster,
+    in_words,
     regrets,
     row_of,
-    summary,
 )
 from prediction_yardstick import Turn, Yardstick
 from rich.console import Console
-from rows import Row, at_least, new_console, new_parser, read_rows, table_of, write_rows
+from rows import Kind, Row, at_least, new_console, new_parser, report, table_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from launch import LaunchError, run_ranks
+from launch import run_ranks
 
 from poplar import HeteroZeroOptimizer, Plan, predict, profile_cluster, simulate
 from poplar.planner.what_if import with_slower_devices
@@ -85,14 +83,11 @@ class OtherPrograms:
 
 
 def machine_seconds() -> float:
-    """Busy seconds of all cores since boot; 0 if the kernel does not report them.
+    """Busy seconds of all cores since boot.
 
     Without programs of low priority, such as those that keep cores busy (`idle_states.py`).
     """
-    try:
-        first = Path("/proc/stat").read_text().partition("\n")[0]
-    except OSError:
-        return 0.0
+    first = Path("/proc/stat").read_text().partition("\n")[0]
     user, _nice, system, _idle, _io, interrupts, soft, steal, *_ = map(int, first.split()[1:])
     return (user + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
 
@@ -100,36 +95,23 @@ def machine_seconds() -> float:
 def main() -> None:
     """Run every pair of cluster and model in new processes, and print a summary."""
     options = parse_options()
-    if options.show:
-        show(read_rows(options.show, "prediction"), new_console())
-        return
     # Freed memory that is returned to the system causes page faults in every step.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
+    rows = report(options, measure(options), Kind("prediction", COLUMNS))
     console = new_console()
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for cluster, model in pairs(options.clusters, options.models, quick=options.quick):
-            try:
-                found = run_pair(cluster, model, options, Path(folder))
-            except (LaunchError, EmulationUnavailable, ValueError) as failure:
-                print(failure, file=sys.stderr)
-                raise SystemExit(1) from None
-            console.print(table_of(found, COLUMNS))
-            if options.output:  # now, because a later pair may fail after minutes
-                write_rows(options.output, found)
-            rows += found
-    show(rows, console, plans=False)
-
-
-def show(rows: Sequence[Row], console: Console, *, plans: bool = True) -> None:
-    """Print the plans, the regrets and a summary."""
-    if plans:
-        console.print(table_of(rows, COLUMNS))
     console.print(table_of(by_cluster(rows), CLUSTER_COLUMNS))
     title = "chosen plan over the best other one"
     console.print(table_of(regrets(rows), REGRET_COLUMNS, title))
-    print(json.dumps(summary(rows)), flush=True)
+    print(in_words(regrets(rows)))
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """The rows of all pairs of cluster and model."""
+    for cluster, model in pairs(options.clusters, options.models, quick=options.quick):
+        quotas = quotas_of(speeds_of(cluster), FASTEST)
+        with cpu_quotas(quotas) as ranks:
+            yield from run_ranks(measure_pair, len(quotas), ranks, cluster, model, options)
 
 
 def pairs(clusters: Sequence[str], models: Sequence[str], *, quick: bool) -> list[tuple[str, str]]:
@@ -144,44 +126,20 @@ def pairs(clusters: Sequence[str], models: Sequence[str], *, quick: bool) -> lis
     )
 
 
-def run_pair(cluster: str, model: str, options: argparse.Namespace, folder: Path) -> list[Row]:
-    """Start the ranks of one cluster under their quotas and return the rows."""
-    fractions = quotas_of(cluster)
-    result = folder / f"{model}-{cluster.replace(':', '-')}.jsonl"
-    with EmulatedCluster.quotas(fractions) as ranks:
-        run_ranks(measure_pair, len(fractions), ranks, cluster, model, options, str(result))
-    return read_rows(result, "prediction")
+def speeds_of(cluster: str) -> list[float]:
+    """`4:2:1` as numbers."""
+    return [float(speed) for speed in cluster.split(":")]
 
 
-def quotas_of(cluster: str) -> tuple[float, ...]:
-    """Fractions of a core for speeds like `4:2:1`, scaled down if there are not enough cores.
-
-    Raises:
-        ValueError: not numbers above 0, separated by colons.
-    """
-    try:
-        speeds = [float(speed) for speed in cluster.split(":")]
-    except ValueError:
-        speeds = []
-    if not speeds or not all(0 < speed < float("inf") for speed in speeds):
-        raise ValueError(f"a cluster must be speeds and colons, such as 4:2:1, got {cluster!r}")
-    relative = [speed / max(speeds) for speed in speeds]
-    cores = len(os.sched_getaffinity(0))
-    scale = min(FASTEST, FASTEST * cores / sum(relative))
-    return tuple(scale * speed for speed in relative)
-
-
-def measure_pair(
-    ranks: Ranks, cluster: str, model: str, options: argparse.Namespace, result: str
-) -> None:
+def measure_pair(ranks: Ranks, cluster: str, model: str, options: argparse.Namespace) -> list[Row]:
     """Profile, save, search and predict, then run the plans. Collective."""
     rank = dist.get_rank()
     ranks.enter(rank)
     console = Console(quiet=rank != 0, soft_wrap=True, highlight=False)
     speeds = measured_speeds()
     console.print(
-        f"\n{cluster}, {model}: quotas {' '.join(f'{quota:.2f}' for quota in quotas_of(cluster))}, "
-        f"measured {' : '.join(f'{speed / min(speeds):.2f}' for speed in speeds)}"
+        f"\n{cluster}, {model}: measured "
+        + " : ".join(f"{speed / min(speeds):.2f}" for speed in speeds)
     )
     start, watch = time.perf_counter(), OtherPrograms()
     profile = saved_profile(cluster, model, options)
@@ -211,8 +169,7 @@ def measure_pair(
             for kind, plan in plans.items()
         ]
         console.print(f"stage {stage}: {len(plans)} plans in {time.perf_counter() - start:.0f} s")
-    if rank == 0:
-        write_rows(result, rows)
+    return rows
 
 
 def expected_seconds(profile: ClusterProfile, plan: Plan, slowness: Sequence[float]) -> float:
@@ -304,9 +261,7 @@ def take_turn(
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = new_parser(
-        __doc__, quick="fewer steps and fewer pairs of model and cluster", show=True
-    )
+    parser = new_parser(__doc__, quick="fewer steps and fewer pairs of model and cluster")
     several = {"nargs": "+"}
     parser.add_argument("--clusters", **several, default=list(CLUSTERS), help="relative speeds")
     parser.add_argument(
@@ -328,11 +283,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, (full, quick) in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else full)
-    for cluster in options.clusters:
-        try:
-            quotas_of(cluster)
-        except ValueError as error:
-            parser.error(f"--clusters: {error}")
     return options
 
 

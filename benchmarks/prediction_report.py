@@ -15,7 +15,7 @@ from poplar import Plan
 from poplar.planner.prediction import Prediction
 
 ACCEPTED_REGRET = 0.02
-"""The summary counts configurations with a larger regret."""
+"""Configurations with a larger regret are counted."""
 CONFIGURATION = ("cluster", "model", "stage")
 """Rows that are equal in these are alternatives for a user."""
 COLUMNS = (
@@ -111,14 +111,14 @@ def is_covered(row: Row, seconds: str = "steady_seconds") -> bool:
     return bool(low <= row[seconds] <= high)
 
 
-def regrets(rows: Sequence[Row], seconds: str = "steady_seconds") -> list[Row]:
+def regrets(rows: Sequence[Row]) -> list[Row]:
     """The regret of each configuration that has a chosen plan and another plan.
 
     It is the seconds per sample of the chosen plan over those of the fastest other plan, minus 1.
     """
 
     def per_sample(row: Row) -> float:
-        return row[seconds] / sum(map(sum, row["micro_batches"]))
+        return row["steady_seconds"] / sum(map(sum, row["micro_batches"]))
 
     configurations: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -154,35 +154,6 @@ def _of_cluster(name: str, rows: Sequence[Row]) -> Row:
     return Row.of("errors", {"cluster": name, "plans": len(rows)}, figures)
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Errors of both predictions, in total and by stage, cluster and model; regrets, and the part
-    of the measured steps that are in their interval.
-    """
-    return {
-        "plans": len(rows),
-        "unprofiled": round(statistics.mean(row["unprofiled"] for row in rows), 3),
-        "closed_form": _by_part(rows, "error"),
-        "simulated": _by_part(rows, "simulated_error"),
-        "regret": of_regrets(regrets(rows)),
-        "in_interval": round(statistics.mean(map(is_covered, rows)), 3),
-        "as_timed": {
-            "closed_form": errors([row["timed_error"] for row in rows]),
-            "in_interval": round(statistics.mean(is_covered(r, "p50_seconds") for r in rows), 3),
-            "regret": of_regrets(regrets(rows, "p50_seconds")),
-        },
-    }
-
-
-def _by_part(rows: Sequence[Row], error: str) -> dict[str, Any]:
-    found: dict[str, Any] = errors([row[error] for row in rows])
-    for name in CONFIGURATION:
-        found[f"by_{name}"] = {
-            str(part): errors([row[error] for row in rows if row[name] == part])
-            for part in dict.fromkeys(row[name] for row in rows)
-        }
-    return found
-
-
 def errors(signed: Sequence[float]) -> dict[str, float]:
     """Median, 90th percentile and maximum of the absolute relative errors."""
     sizes = [abs(error) for error in signed]
@@ -193,18 +164,16 @@ def errors(signed: Sequence[float]) -> dict[str, float]:
     }
 
 
-def of_regrets(found: Sequence[Row]) -> dict[str, Any]:
-    """Median, 90th percentile and maximum of the regrets, and how many are above 2 %."""
+def in_words(found: Sequence[Row]) -> str:
+    """The regrets in one sentence."""
     values = [one["regret"] for one in found]
     if not values:
-        return {"configurations": 0}
-    return {
-        "configurations": len(values),
-        "median": round(statistics.median(values), 4),
-        "p90": round(_p90(values), 4),
-        "worst": round(max(values), 4),
-        "above_2_percent": sum(value > ACCEPTED_REGRET for value in values),
-    }
+        return "no configuration has a chosen plan and another one"
+    above = sum(value > ACCEPTED_REGRET for value in values)
+    return (
+        f"regret of {len(values)} configurations: {statistics.median(values):+.1%} in the median, "
+        f"above {ACCEPTED_REGRET:.0%} in {above}, at most {max(values):+.1%}"
+    )
 
 
 def _p90(values: Sequence[float]) -> float:

@@ -14,18 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from catalogue import Case, draw_case
-from rows import (
-    Column,
-    Row,
-    Target,
-    at_least,
-    new_console,
-    new_parser,
-    print_targets,
-    read_rows,
-    table_of,
-    write_rows,
-)
+from rows import Column, Kind, Row, Target, at_least, new_parser, report
 
 from poplar.hardware.simulated_cluster import simulated_cluster
 from poplar.planner.memory_shortfall import NoPlanFits
@@ -57,20 +46,12 @@ COLUMNS = (
 def main() -> None:
     """Plan all clusters, or show saved rows."""
     options = parse_options()
-    console = new_console()
-    if options.show:
-        rows = read_rows(options.show, BENCHMARK)
-    else:
-        rows = list(planned(options.clusters))
-        if options.output:
-            write_rows(options.output, rows)
-    console.print(table_of(rows, COLUMNS))
+    rows = report(options, planned(options.clusters), Kind(BENCHMARK, COLUMNS, targets))
     gains = [row["gain"] for row in rows if row["gain"] is not None]
-    console.print(
+    print(
         f"{len(rows)} clusters; faster by more than 1 % on {sum(gain > 1.01 for gain in gains)}; "
         f"only the search's plan fits on {sum(row['gain'] is None for row in rows)}"
     )
-    print_targets(targets(gains), console)
 
 
 def planned(clusters: int) -> Iterator[Row]:
@@ -136,15 +117,16 @@ def plan_of(profile: ClusterProfile, global_batch: int, recompute: Choice) -> Pl
         return None
 
 
-def targets(gains: Sequence[float]) -> Iterator[Target]:
+def targets(rows: Sequence[Row]) -> Iterator[Target]:
     """How much slower than the better of the two others the search may be."""
+    gains = [row["gain"] for row in rows if row["gain"] is not None]
     if gains:
         yield Target(case="all clusters", what="least gain", value=min(gains), wanted=LEAST_GAIN)
 
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = new_parser(__doc__, quick=f"{QUICK_CLUSTERS} clusters", show=True)
+    parser = new_parser(__doc__, quick=f"{QUICK_CLUSTERS} clusters")
     parser.add_argument("--clusters", type=at_least(1), default=CLUSTERS, help="number of them")
     options = parser.parse_args()
     if options.quick:

@@ -194,8 +194,38 @@ def new_console() -> Console:
     return Console(width=width, soft_wrap=True, highlight=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How rows of one benchmark are shown."""
+
+    benchmark: str
+    columns: Sequence[Column]
+    targets: Callable[[Sequence[Row]], Iterable[Target]] = lambda rows: ()
+    title: str = ""
+
+
+def report(options: argparse.Namespace, measured: Iterable[Row], *kinds: Kind) -> list[Row]:
+    """Print the rows that `--show` names, else those that are measured, and their targets.
+
+    Measured rows are appended to `--output` one by one, because a later one may fail after minutes.
+    """
+    rows = read_rows(options.show) if options.show else []
+    for row in () if options.show else measured:
+        rows.append(row)
+        if options.output:
+            write_rows(options.output, [row])
+    console, targets = new_console(), list[Target]()
+    for kind in kinds:
+        own = [row for row in rows if row.benchmark == kind.benchmark]
+        if own:
+            console.print(table_of(own, kind.columns, kind.title))
+            targets += kind.targets(own)
+    print_targets(targets, console)
+    return rows
+
+
 def new_parser(
-    description: str | None, *, rounds: int | None = None, quick: str = "", show: bool = False
+    description: str | None, *, rounds: int | None = None, quick: str = ""
 ) -> argparse.ArgumentParser:
     """A parser with the options that benchmarks share.
 
@@ -203,21 +233,17 @@ def new_parser(
         description: the docstring of the script; its first line is shown.
         rounds: default of `--rounds`; None: the script has no such option.
         quick: what `--quick` does; empty: the script has no such option.
-        show: whether saved rows can be shown instead of measuring.
     """
     parser = argparse.ArgumentParser(
         description=(description or "").partition("\n")[0],
         formatter_class=_Formatter,
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="append the rows")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="show saved rows, measure none")
     if rounds is not None:
         parser.add_argument("--rounds", type=at_least(1), default=rounds, help="turns of each")
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
-    if show:
-        parser.add_argument(
-            "--show", type=Path, metavar="FILE", help="show saved rows without measuring"
-        )
     return parser
 
 

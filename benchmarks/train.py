@@ -33,7 +33,7 @@ from head_to_head.task import MODELS, Task
 from head_to_head.workers import WorkersFailed
 from head_to_head.workloads import WORKLOADS
 from rich.console import Console
-from rows import Row, new_console, new_parser, print_targets, table_of, write_rows
+from rows import Row, at_least, new_console, new_parser, print_targets, table_of, write_rows
 
 QUICK = Settings(
     policies=("even", "exact"),
@@ -104,7 +104,7 @@ def attempt(cluster: Cluster, options: argparse.Namespace, console: Console) -> 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = new_parser(__doc__, quick="few steps, about two minutes", show=True)
+    parser = new_parser(__doc__, quick="few steps, about two minutes")
     parser.epilog = (
         f"Clusters: {', '.join(CLUSTERS)}, or relative speeds by quota, as 3:2:2; with "
         "links between hosts of one rank each, as 3:2:2@1G or 3:2:2@100M."
@@ -114,10 +114,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="llama", help="(default: llama)")
     parser.add_argument("--size", default="demo", help="size of the model (default: demo)")
     parser.add_argument(
-        "--context", type=int, default=64, help="bytes a sample of text (default: 64)"
+        "--context", type=at_least(1), default=64, help="bytes a sample of text (default: 64)"
     )
     parser.add_argument(
-        "--samples", type=int, help="per rank and step, on average (default: 32, quick: 16)"
+        "--samples", type=at_least(1), help="per rank and step, on average (default: 32, quick: 16)"
     )
     parser.add_argument("--stages", type=int, choices=range(4), **several, help="(default: all)")
     parser.add_argument(
@@ -129,13 +129,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", choices=("ddp", "fsdp2", "deepspeed"), nargs="*", help="(default: all)"
     )
-    parser.add_argument("--steps", type=int, help="counted steps of each (default: 50, quick: 5)")
+    parser.add_argument(
+        "--steps", type=at_least(3), help="counted steps of each (default: 50, quick: 5)"
+    )
     parser.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
     parser.add_argument("--no-parts", action="store_true", help="skip strong and weak ranks only")
     parser.add_argument("--verbose", action="store_true", help="print progress")
     options = parser.parse_args(arguments)
-    if options.context < 1:
-        parser.error(f"--context must be at least 1, got {options.context}")
     try:
         names = options.clusters or (["2:1:1"] if options.quick else list(CLUSTERS))
         options.clusters = [find_cluster(name) for name in dict.fromkeys(names)]
@@ -148,12 +148,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.task.new_model()
     except (ValueError, KeyError) as error:
         parser.error(str(error))
-    if options.steps is not None and options.steps < 3:
-        parser.error(f"--steps must be at least 3 to give a median, got {options.steps}")
-    if options.samples is None:
-        options.samples = 16 if options.quick else 32
-    if options.samples < 1:
-        parser.error(f"--samples must be at least 1, got {options.samples}")
+    options.samples = options.samples or (16 if options.quick else 32)
     options.settings = settings_of(options)
     return options
 

@@ -28,21 +28,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch
 import torch.distributed as dist
-from emulation import EmulatedCluster
+from emulation import cpu_quotas
 from launch import run_ranks
-from network import EmulatedNetwork
-from rows import (
-    Column,
-    Row,
-    Target,
-    at_least,
-    new_console,
-    new_parser,
-    print_targets,
-    read_rows,
-    table_of,
-    write_rows,
-)
+from network import emulated_network
+from rows import Column, Kind, Row, Target, at_least, new_parser, report
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -84,9 +73,9 @@ class Case:
     def cluster(self) -> AbstractContextManager[Any]:
         """Where the ranks run."""
         if self.slow == "compute" and self.speeds:
-            return EmulatedCluster.quotas(QUOTAS[self.speeds])
+            return cpu_quotas(QUOTAS[self.speeds])
         if self.slow == "network":
-            return EmulatedNetwork(hosts=2, bits_per_second=LINK_BITS)
+            return emulated_network(bits_per_second=LINK_BITS)
         return nullcontext()
 
 
@@ -311,11 +300,6 @@ def run_job(path: Path) -> None:
     run_ranks(train, case.ranks, case, cluster, *rest, before=before)
 
 
-def installed(cases: Sequence[Case]) -> Iterator[Case]:
-    """Those whose engine is installed."""
-    return (case for case in cases if case.engine != "deepspeed" or find_spec("deepspeed"))
-
-
 def targets(rows: Sequence[Row]) -> Iterator[Target]:
     """That the cause is right, the gain as predicted, and the overhead small."""
     for row in rows:
@@ -354,7 +338,7 @@ COLUMNS = (
 
 def main() -> None:
     """Measure, or show saved rows."""
-    parser = new_parser(__doc__, rounds=3, quick="one job of few steps", show=True)
+    parser = new_parser(__doc__, rounds=3, quick="one job of few steps")
     parser.add_argument("--engines", nargs="+", choices=sorted({c.engine for c in CASES}))
     parser.add_argument("--slow", nargs="+", choices=sorted({c.slow for c in CASES}))
     parser.add_argument("--speeds", nargs="+", choices=[*QUOTAS])
@@ -364,26 +348,19 @@ def main() -> None:
     if options.job:
         run_job(options.job)
         return
-    console = new_console()
-    if options.show:
-        rows = read_rows(options.show, BENCHMARK)
-    else:
-        cases = [
-            case
-            for case in installed(CASES)
-            if (not options.engines or case.engine in options.engines)
-            and (not options.slow or case.slow in options.slow)
-            and (not options.speeds or case.speeds in options.speeds)
-        ]
-        rows = []
-        for case in [Case("ddp", "sleep", "2:1:1")] if options.quick else cases:
-            rounds, steps = (1, 8) if options.quick else (options.rounds, options.steps)
-            rows.append(measure(case, rounds, steps))
-            if options.output:
-                write_rows(options.output, rows[-1:])
-            console.print(table_of(rows[-1:], COLUMNS))
-    console.print(table_of(rows, COLUMNS, "watched jobs"))
-    print_targets(targets(rows), console)
+    cases = [
+        case
+        for case in CASES
+        if (case.engine != "deepspeed" or find_spec("deepspeed"))
+        and (not options.engines or case.engine in options.engines)
+        and (not options.slow or case.slow in options.slow)
+        and (not options.speeds or case.speeds in options.speeds)
+    ]
+    rounds, steps = options.rounds, options.steps
+    if options.quick:
+        cases, rounds, steps = [Case("ddp", "sleep", "2:1:1")], 1, 8
+    rows = (measure(case, rounds, steps) for case in cases)
+    report(options, rows, Kind(BENCHMARK, COLUMNS, targets, "watched jobs"))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -21,6 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+RESULT = "result.pickle"
+"""The file of what rank 0 returns."""
 GRACE_SECONDS = 20.0
 """Time for the other ranks to fail by themselves after the first failure."""
 
@@ -33,17 +36,18 @@ class LaunchError(RuntimeError):
 
 
 def run_ranks(
-    work: Callable[..., None],
+    work: Callable[..., Any],
     ranks: int,
     *args: Any,
     cores: tuple[int, ...] | None = None,
     before: Callable[[int], None] | None = None,
     backend: str = "gloo",
-) -> None:
-    """Run `work(*args)` on `ranks` processes with one thread each.
+) -> Any:
+    """Run `work(*args)` on `ranks` processes with one thread each; returns what rank 0 returned.
 
     Args:
-        work: a module-level function; the default process group is initialized when it runs.
+        work: a module-level function; the default process group is initialized when it runs. What
+            it returns must be picklable.
         ranks: number of processes.
         args: arguments of `work`; must be picklable.
         cores: the core that each rank is bound to; None: not bound.
@@ -72,6 +76,7 @@ def run_ranks(
             messages = _ended_without_traceback(started, reported)
             messages += [path.read_text() for path in failures]
             raise LaunchError("\n".join(messages) or str(failure)) from None
+        return pickle.loads(Path(folder, RESULT).read_bytes())
 
 
 def _ended_without_traceback(started: mp.ProcessContext, reported: set[int]) -> list[str]:
@@ -91,7 +96,7 @@ def _rank(
     cores: tuple[int, ...] | None,
     before: Callable[[int], None] | None,
     backend: str,
-    work: Callable[..., None],
+    work: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     # The loopback interface works even if the host's name does not resolve.
@@ -106,7 +111,9 @@ def _rank(
         dist.init_process_group(
             backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
         )
-        work(*args)
+        result = work(*args)
+        if rank == 0:
+            Path(folder, RESULT).write_bytes(pickle.dumps(result))
     except Exception:
         # Named by time, so that the first failure is reported first.
         path = Path(folder, f"failed-{time.time_ns():020d}-{rank}")

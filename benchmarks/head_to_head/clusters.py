@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from emulation import EmulatedCluster, EmulationUnavailable, Ranks
-from network import EmulatedNetwork, Hosts
+from emulation import EmulationUnavailable, Ranks, core_sharing, cpu_quotas, quotas_of
+from network import Hosts, emulated_network
 
 FASTEST = 0.9
 """Fraction of a core for the fastest rank under quotas. The rest is left to other programs."""
@@ -88,12 +88,12 @@ class Cluster:
         with ExitStack() as stack:
             hosts = None
             if self.hosts:
-                network = EmulatedNetwork(hosts=max(self.hosts) + 1, bits_per_second=self.link)
+                network = emulated_network(hosts=max(self.hosts) + 1, bits_per_second=self.link)
                 hosts = stack.enter_context(network)
             if self.quotas:
-                emulated = EmulatedCluster.quotas(self.quotas)
+                emulated = cpu_quotas(self.quotas)
             else:
-                emulated = EmulatedCluster.core_sharing(self._allowed_cores())
+                emulated = core_sharing(self._allowed_cores())
             yield OpenCluster(self, stack.enter_context(emulated), hosts)
 
 
@@ -117,12 +117,14 @@ class OpenCluster:
         self.ranks.enter(rank)
 
 
+def free_ranks(count: int) -> OpenCluster:
+    """Ranks that share all cores of this machine."""
+    return OpenCluster(Cluster(name="free", cores=(0,) * count), Ranks(()), None)
+
+
 def by_quota(name: str, speeds: Sequence[float], **more: Any) -> Cluster:
     """Ranks of these relative speeds; the fastest gets `FASTEST` of a core if cores suffice."""
-    relative = [speed / max(speeds) for speed in speeds]
-    cores = len(os.sched_getaffinity(0))
-    scale = min(FASTEST, FASTEST * cores / sum(relative))
-    return Cluster(name=name, quotas=tuple(scale * speed for speed in relative), **more)
+    return Cluster(name=name, quotas=quotas_of(speeds, FASTEST), **more)
 
 
 CLUSTERS = {

@@ -12,7 +12,7 @@ from rows import new_parser
 
 def gpu_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     """A parser with the options that both commands have."""
-    parser = new_parser(description, rounds=rounds, show=True)
+    parser = new_parser(description, rounds=rounds)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep output and stacks here")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import emulation
 import idle_states
 import network
-from emulation import EmulatedCluster, EmulationUnavailable, Ranks
-from network import EmulatedNetwork, Hosts
+from emulation import EmulationUnavailable, Ranks, cpu_quotas, quotas_of
+from network import Hosts, emulated_network
 
 from poplar.system import host_limits
 
@@ -54,7 +54,7 @@ def test_rank_gets_its_quota():
     """No lower bound: other load on the machine may slow down any rank."""
     quotas = (0.4, 0.2)
     with (
-        EmulatedCluster.quotas(quotas) as ranks,
+        cpu_quotas(quotas) as ranks,
         multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool,
     ):
         pending = [pool.apply_async(enter_and_spin, (ranks, rank)) for rank in (0, 1)]
@@ -66,8 +66,8 @@ def test_rank_gets_its_quota():
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_groups_are_removed_when_the_run_is_killed(end):
     program = (
-        "import sys, time; from emulation import EmulatedCluster\n"
-        "with EmulatedCluster.quotas((0.5, 0.5)) as ranks:\n"
+        "import sys, time; from emulation import cpu_quotas\n"
+        "with cpu_quotas((0.5, 0.5)) as ranks:\n"
         "    print(*(placement.group for placement in ranks.placements), flush=True)\n"
         "    ranks.enter(0)\n"
         "    time.sleep(60)\n"
@@ -138,48 +138,30 @@ def test_cores_are_not_kept_busy_after_a_kill():
     assert eventually(lambda: not busy_cores(parent.pid))
 
 
-@needs_quotas
-def test_next_run_removes_groups_of_ended_processes_only():
-    hierarchy = emulation.find_hierarchy()
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    space = emulation._pid_namespace()
-    me, began = os.getpid(), emulation._start_of(os.getpid())
-    stale = hierarchy.make(f"poplar-emulation-{space}-{gone.pid}-1-0-rank0", 5000, 10000)
-    reused_id = hierarchy.make(f"poplar-emulation-{space}-{me}-{began - 1}-0-rank0", 5000, 10000)
-    elsewhere = hierarchy.make(f"poplar-emulation-{space + 1}-{gone.pid}-1-0-rank0", 5000, 10000)
-    alive = hierarchy.make(f"poplar-emulation-{space}-{me}-{began}-99-rank0", 5000, 10000)
-    try:
-        with EmulatedCluster.quotas((0.5,)):
-            assert not stale.exists()
-            assert not reused_id.exists()
-            assert elsewhere.exists()
-            assert alive.exists()
-    finally:
-        emulation.remove([stale, reused_id, elsewhere, alive])
-
-
 @pytest.mark.parametrize(
     ("fractions", "complaint"),
     [
         ((0.5, 0.05), "rank 1: 0.05 of a core is a quota of 500 us .* minimum is 1000 us"),
-        ((-1.0,), "rank 0: -1.0 of a core"),
-        ((float("nan"),), "rank 0: nan of a core"),
         ((1000.0, 1000.0), "sum to 2000 cores, and this process may use"),
-        ((), "sum to 0 cores"),
     ],
 )
 def test_impossible_fractions_are_errors(fractions, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        EmulatedCluster.quotas(fractions)
+    with pytest.raises(ValueError, match=complaint), cpu_quotas(fractions):
+        pass
+
+
+def test_speeds_become_quotas_that_the_cores_allow(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    assert quotas_of((4, 2, 1), 0.8) == pytest.approx((0.8, 0.4, 0.2))
+    assert quotas_of((1, 1, 1), 0.9) == pytest.approx((0.6, 0.6, 0.6))
 
 
 def test_quota_files_of_each_cgroup_version(tmp_path):
     (tmp_path / "cgroup.subtree_control").write_text("")
-    first = emulation.Version1(tmp_path).make("first", 2500, 10_000)
+    first = emulation.Version1(tmp_path).make("first", 2500)
     assert (first / "cpu.cfs_period_us").read_text() == "10000"
     assert (first / "cpu.cfs_quota_us").read_text() == "2500"
-    second = emulation.Version2(tmp_path).make("second", 2500, 10_000)
+    second = emulation.Version2(tmp_path).make("second", 2500)
     assert (first / "cpu.shares").read_text() == "262144"
     assert (second / "cpu.max").read_text() == "2500 10000"
     assert (second / "cpu.weight").read_text() == "10000"
@@ -199,7 +181,7 @@ def _congestion_control_of_a_connection(hosts: Hosts) -> str:
 def test_connections_between_hosts_do_not_use_the_congestion_control_of_the_machine(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # `enter` changes it
     try:
-        with EmulatedNetwork(bits_per_second=1e9) as hosts, ThreadPoolExecutor(1) as thread:
+        with emulated_network(bits_per_second=1e9) as hosts, ThreadPoolExecutor(1) as thread:
             used = thread.submit(_congestion_control_of_a_connection, hosts).result(60)
     except EmulationUnavailable as why:
         pytest.skip(f"no network namespaces here: {why}")

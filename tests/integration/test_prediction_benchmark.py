@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import prediction
 from prediction_models import Subject
 from prediction_plans import CHOSEN, plans_for
-from prediction_report import Measurement, by_cluster, regrets, row_of, summary
+from prediction_report import Measurement, by_cluster, in_words, regrets, row_of
 from prediction_yardstick import Turn, Yardstick, steadied
 from rows import Row
 
@@ -139,24 +139,10 @@ def test_regret_is_relative_to_the_fastest_other_plan():
     )
     assert [(one["stage"], one["best"]) for one in found] == [(1, "proportional"), (3, "even")]
     assert [one["regret"] for one in found] == [pytest.approx(0.2), pytest.approx(-0.5)]
+    assert in_words(found).endswith("-15.0% in the median, above 2% in 1, at most +20.0%")
 
 
 def test_errors_are_listed_by_cluster_and_for_all():
     found = by_cluster(rows({CHOSEN: 0.3, "even": 0.4}, error=-0.1))
     assert [(row["cluster"], row["plans"]) for row in found] == [("2:1", 2), ("all", 2)]
     assert all(row["median"] == 0.1 and row["in_interval"] == 1.0 for row in found)
-
-
-def test_summary_has_errors_and_regrets():
-    found = summary(
-        rows({CHOSEN: 0.309, "even": 0.3}) + rows({CHOSEN: 0.2, "even": 0.4}, stage=3, error=-0.1)
-    )
-    assert (found["plans"], found["unprofiled"]) == (4, 0.333)
-    assert found["closed_form"]["worst"] == 0.1
-    assert found["closed_form"]["by_stage"]["1"]["worst"] == 0.0
-    assert found["simulated"]["by_model"] == {
-        "llama": dict.fromkeys(("median", "p90", "worst"), 0.02)
-    }
-    assert (found["regret"]["worst"], found["regret"]["above_2_percent"]) == (0.03, 1)
-    assert found["as_timed"]["regret"]["worst"] == 0.0, "timed, all took the same"
-    assert (found["in_interval"], found["as_timed"]["in_interval"]) == (1.0, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,21 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from rows import Column, Row, Target, markdown_of, print_targets, read_rows, table_of, write_rows
+from rows import (
+    Column,
+    Kind,
+    Row,
+    Target,
+    markdown_of,
+    new_parser,
+    print_targets,
+    read_rows,
+    report,
+    table_of,
+    write_rows,
+)
+
+TARGET = Target(case="a", what="b", value=2.0, wanted=1.0)
 
 
 def new_row(**figures: object) -> Row:
@@ -74,3 +89,23 @@ def test_missing_value_misses_its_target(capsys):
     printed = capsys.readouterr().out
     assert "not measured" in printed
     assert "0 of 1 targets met" in printed
+
+
+def test_rows_are_saved_one_by_one_and_shown_without_measuring(tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    kinds = (
+        Kind("made", (Column("seconds", "seconds"),), lambda rows: [TARGET], "of the one"),
+        Kind("other", (Column("hours", "hours"),)),
+    )
+
+    def measured() -> Iterator[Row]:
+        yield new_row(seconds=1.5)
+        assert read_rows(output) == [new_row(seconds=1.5)]
+        yield Row.of("other", {}, {"hours": 2.5})
+
+    found = report(new_parser("Made.").parse_args(["--output", str(output)]), measured(), *kinds)
+    first = capsys.readouterr().out
+    assert all(text in first for text in ("of the one", "1.5", "hours", "2.5", "1 of 1 targets"))
+    show = new_parser("Made.").parse_args(["--show", str(output)])
+    assert report(show, (1 / 0 for _ in [0]), *kinds) == found == read_rows(output)
+    assert capsys.readouterr().out == first
