@@ -4,7 +4,7 @@ Collective calls per pass, CPU seconds per step (medians, in turns) and bytes se
 modules of a Llama whose widths are scaled down so that tensor data costs almost nothing.
 
     python benchmarks/host_overhead.py --quick
-    python benchmarks/host_overhead.py --models llama-7b --ranks 64 --stages 3 --profile 40
+    python benchmarks/host_overhead.py --models llama-7b --ranks 64 --stages 3
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -20,69 +22,27 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from host.measure import Case, measure
 from host.scaled_model import SHAPES
-from rows import (
-    Row,
-    Target,
-    at_least,
-    new_console,
-    new_parser,
-    print_targets,
-    text_table,
-    write_rows,
-)
+from rows import Column, Kind, Row, Target, at_least, new_parser, report
 
 MOST_CALLS, MOST_SECONDS = 1.5, 1.2
 """Limits for Poplar, as multiples of FSDP2."""
 GIB = 1 << 30
-HEADINGS = (
-    *("case", "calls", "FSDP2", "ratio", "CPU ms", "FSDP2", "ratio", "passes alone"),
-    *("GiB gathered", "modelled", "reduced", "modelled"),
-)
-Pair = tuple[Row, Row]
-"""Poplar's row and FSDP2's."""
 
 
 def main() -> None:
-    """Measure all cases, print a table and the targets, append rows."""
+    """Measure all cases, or show saved rows."""
     options = parse_options()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # on fake ranks values mean nothing; denormal ones are slow
-    console = new_console()
-    pairs = []
-    for name in options.models:
+    report(options, measure_all(options), Kind("host_overhead", COLUMNS, targets))
+
+
+def measure_all(options: argparse.Namespace) -> Iterator[Row]:
+    """Poplar's row and FSDP2's of each case."""
+    for name, ranks, stage in product(options.models, options.ranks, options.stages):
         shape = replace(SHAPES[name], layers=options.layers)
-        for ranks in options.ranks:
-            for stage in options.stages:
-                case = Case(shape=shape, ranks=ranks, stage=stage, max_norm=options.max_norm)
-                pairs.append(
-                    measure(
-                        case, rounds=options.rounds, steps=options.steps, profile=options.profile
-                    )
-                )
-    if options.output:
-        write_rows(options.output, [row for pair in pairs for row in pair])
-    console.print(text_table(HEADINGS, map(cells, pairs)))
-    print_targets(targets(pairs), console)
-
-
-def cells(pair: Pair) -> list[str]:
-    """The line of one case; bytes are Poplar's, as counted and as modelled."""
-    ours, theirs = pair
-    sizes = [
-        row_sizes[kind] / GIB
-        for kind in ("gather", "reduce")
-        for row_sizes in (ours["sent_bytes"], ours["modelled_bytes"])
-    ]
-    calls, seconds = "total_calls", "p50_seconds"
-    return [
-        case_of(ours),
-        *(str(row[calls]) for row in pair),
-        f"{ours[calls] / theirs[calls]:.2f}",
-        *(f"{1e3 * row[seconds]:.1f}" for row in pair),
-        f"{ours[seconds] / theirs[seconds]:.2f}",
-        f"{1e3 * ours['passes_seconds']:.1f}",
-        *(f"{size:.2f}" for size in sizes),
-    ]
+        case = Case(shape=shape, ranks=ranks, stage=stage, max_norm=options.max_norm)
+        yield from measure(case, rounds=options.rounds, steps=options.steps)
 
 
 def case_of(row: Row) -> str:
@@ -90,9 +50,26 @@ def case_of(row: Row) -> str:
     return f"{row['model']}, {row['ranks']} ranks, stage {row['stage']}"
 
 
-def targets(pairs: Sequence[Pair]) -> Iterator[Target]:
+def _gib(figure: str, kind: str, row: Row) -> float | None:
+    return row[figure] and row[figure][kind] / GIB
+
+
+COLUMNS = (
+    Column("case", case_of),
+    Column("engine", "provider"),
+    Column("calls", "total_calls"),
+    Column("CPU ms", lambda row: 1e3 * row["p50_seconds"], "{:.1f}"),
+    Column("passes alone", lambda row: 1e3 * row["passes_seconds"], "{:.1f}"),
+    Column("GiB gathered", partial(_gib, "sent_bytes", "gather"), "{:.2f}"),
+    Column("modelled", partial(_gib, "modelled_bytes", "gather"), "{:.2f}"),
+    Column("GiB reduced", partial(_gib, "sent_bytes", "reduce"), "{:.2f}"),
+    Column("modelled", partial(_gib, "modelled_bytes", "reduce"), "{:.2f}"),
+)
+
+
+def targets(rows: Sequence[Row]) -> Iterator[Target]:
     """Poplar's collective calls and CPU seconds of a step, as multiples of FSDP2's."""
-    for ours, theirs in pairs:
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
         for what, name, most in (
             ("collective calls over FSDP2's", "total_calls", MOST_CALLS),
             ("CPU seconds over FSDP2's", "p50_seconds", MOST_SECONDS),
@@ -113,9 +90,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="blocks of the models, instead of all")
     parser.add_argument("--max-norm", type=float, help="clip gradients to this norm")
     parser.add_argument("--steps", type=at_least(1), default=6, help="steps in a turn")
-    parser.add_argument(
-        "--profile", type=int, default=0, metavar="N", help="print Poplar's N costliest functions"
-    )
     options = parser.parse_args()
     if options.quick:
         options.models, options.rounds = ["llama-1.1b"], 2

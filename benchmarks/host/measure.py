@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import cProfile
 import gc
-import pstats
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rows import Row
@@ -36,14 +34,8 @@ class Case:
     """Clip gradients to this norm; None: don't."""
 
 
-def measure(case: Case, *, rounds: int, steps: int, profile: int = 0) -> tuple[Row, Row]:
-    """Poplar's row and FSDP2's.
-
-    Args:
-        case: the model, the number of ranks and the stage.
-        rounds: turns of each engine.
-        steps: in a turn.
-        profile: print that many functions in which Poplar spends most time; 0: none.
+def measure(case: Case, *, rounds: int, steps: int) -> Iterator[Row]:
+    """Poplar's row and FSDP2's, after so many turns of so many steps of each.
 
     Raises:
         ValueError: the scaled model has other units than the full one, or Poplar does not send the
@@ -58,8 +50,6 @@ def measure(case: Case, *, rounds: int, steps: int, profile: int = 0) -> tuple[R
                 for _ in range(WARMUP_STEPS):
                     engine.step()
             counts = [count_collectives(engine, case.ranks) for engine in (ours, theirs)]
-            if profile:
-                print_profile(ours, steps * rounds, profile)
             seconds = cpu_seconds(engines, rounds, steps)
     modelled = bytes_sent(ours.units, case.stage, case.ranks)
     check_bytes(counts[0].sent, modelled)
@@ -68,11 +58,37 @@ def measure(case: Case, *, rounds: int, steps: int, profile: int = 0) -> tuple[R
         kind: round(counts[0].sent[kind] * modelled_full[kind] / modelled[kind])
         for kind in modelled
     }
-    measured = Measured(case, dict(modelled_full), statistics.median(seconds[2]))
-    return (
-        measured.row(ours.provider, counts[0], seconds[0], sent),
-        measured.row(theirs.provider, counts[1], seconds[1], None),
-    )
+    # What FSDP2 sends at full size is not known: its padding depends on widths.
+    for engine, counted, own, sent_bytes in zip(
+        (ours, theirs), counts, seconds[:2], (sent, None), strict=True
+    ):
+        ordered = sorted(own)
+        p20, p50, p80 = (ordered[round(part * (len(ordered) - 1))] for part in (0.2, 0.5, 0.8))
+        what = {
+            "provider": engine.provider,
+            "model": case.shape.name,
+            # Of every width of the model.
+            "divisor": case.shape.divisor,
+            "layers": case.shape.config(full=True).layers,
+            "ranks": case.ranks,
+            "stage": case.stage,
+            "max_norm": case.max_norm,
+        }
+        figures = {
+            # Of a step, by operator of torch.distributed, the control channel included.
+            "calls": dict(counted.calls),
+            "total_calls": sum(counted.calls.values()),
+            # By one rank in a step at full size.
+            "sent_bytes": sent_bytes,
+            "modelled_bytes": dict(modelled_full),
+            # CPU seconds of a step, and of the forward and the backward without an engine.
+            "p20_seconds": p20,
+            "p50_seconds": p50,
+            "p80_seconds": p80,
+            "passes_seconds": statistics.median(seconds[2]),
+            "steps": len(ordered),
+        }
+        yield Row.of("host_overhead", what, figures)
 
 
 def count_collectives(engine: Engine, ranks: int) -> CollectiveCount:
@@ -98,18 +114,6 @@ def cpu_seconds(engines: Sequence[Engine], rounds: int, steps: int) -> list[list
     return seconds
 
 
-def print_profile(engine: Engine, steps: int, functions: int) -> None:
-    """Print where an engine's time goes, by function."""
-    profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(steps):
-        engine.step()
-    profile.disable()
-    print(f"{engine.provider}: {steps} steps")
-    for order in ("tottime", "cumtime"):
-        pstats.Stats(profile).sort_stats(order).print_stats(functions)
-
-
 def check_bytes(sent: Counter[str], modelled: Counter[str]) -> None:
     """Raise unless Poplar sends what the cost model expects."""
     for kind, expected in modelled.items():
@@ -118,48 +122,3 @@ def check_bytes(sent: Counter[str], modelled: Counter[str]) -> None:
                 f"Poplar sends {sent[kind]} bytes of {kind}s in a step, the cost model expects "
                 f"{expected}"
             )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What both rows of a case have in common."""
-
-    case: Case
-    modelled_bytes: dict[str, int]
-    passes_seconds: float
-
-    def row(
-        self,
-        provider: str,
-        counted: CollectiveCount,
-        seconds: Sequence[float],
-        sent_bytes: dict[str, int] | None,
-    ) -> Row:
-        """The row of one engine."""
-        case, ordered = self.case, sorted(seconds)
-        p20, p50, p80 = (ordered[round(part * (len(ordered) - 1))] for part in (0.2, 0.5, 0.8))
-        what = {
-            "provider": provider,
-            "model": case.shape.name,
-            # Of every width of the model.
-            "divisor": case.shape.divisor,
-            "layers": case.shape.config(full=True).layers,
-            "ranks": case.ranks,
-            "stage": case.stage,
-            "max_norm": case.max_norm,
-        }
-        figures = {
-            # Of a step, by operator of torch.distributed, the control channel included.
-            "calls": dict(counted.calls),
-            "total_calls": sum(counted.calls.values()),
-            # By one rank in a step at full size; None for FSDP2, whose padding depends on widths.
-            "sent_bytes": sent_bytes,
-            "modelled_bytes": self.modelled_bytes,
-            # CPU seconds of a step, and of the forward and the backward without an engine.
-            "p20_seconds": p20,
-            "p50_seconds": p50,
-            "p80_seconds": p80,
-            "passes_seconds": self.passes_seconds,
-            "steps": len(ordered),
-        }
-        return Row.of("host_overhead", what, figures)

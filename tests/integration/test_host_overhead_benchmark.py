@@ -25,18 +25,8 @@ from poplar.zero.unit import Unit
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     output = tmp_path_factory.mktemp("host") / "rows.jsonl"
-    options = [
-        "--models",
-        "llama-1.1b",
-        "--ranks",
-        "4",
-        "--layers",
-        "3",
-        "--rounds",
-        "1",
-        "--steps",
-        "2",
-    ]
+    options = ["--models", "llama-1.1b", "--ranks", "4", "--layers", "3"]
+    options += ["--rounds", "1", "--steps", "2"]
     ran = torchrun.run([host_overhead.__file__, *options, "--output", output], timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert "targets met" in ran.stdout
@@ -68,7 +58,7 @@ def test_targets_are_ratios_to_fsdp2(rows: list[Row]) -> None:
 
     theirs = changed(rows[1], 10, 1.0)
     for calls, seconds, met in ((15, 1.2, [True, True]), (16, 1.21, [False, False])):
-        found = host_overhead.targets([(changed(rows[0], calls, seconds), theirs)])
+        found = host_overhead.targets([changed(rows[0], calls, seconds), theirs])
         assert [target.met for target in found] == met
 
 
