@@ -15,17 +15,13 @@ Poplar, whose values and gradients stay on the devices.
 from __future__ import annotations
 
 import argparse
-import os
-import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import process_memory
 import torch
-from emulation import Ranks
-from head_to_head.clusters import Cluster, OpenCluster
-from head_to_head.workers import WorkerContext, Workers, WorkersFailed
-from rows import Column, Row, Target, new_console, new_parser, print_targets, table_of, write_rows
+from head_to_head.workers import WorkerContext
+from limited_ranks import MIB, largest, limited, on_ranks, prepare
+from rows import Column, Kind, Row, Target, new_parser, report
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -42,7 +38,6 @@ from poplar.values.profile import (
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.optimizers.flat_adamw import FlatAdamW
 
-MIB = 2**20
 LAYERS = 4
 """Matrices of a block."""
 FSDP2_STATE_BYTES = 16
@@ -225,91 +220,61 @@ def attempt(
     warm_up = None if plan is None else Plan.even(context.size, context.size, 1, 3)
     torch.manual_seed(context.rank)
     train(2, width, warm_up)  # libraries allocate, threads start
-    process_memory.release_freed_memory()
-    allowed = process_memory.private_bytes() + limits[context.rank]
-    resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.RLIM_INFINITY))
-    try:
+    with limited(limits[context.rank]):
         train(blocks, width, plan)
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
 
 
-def trains(
-    train: Callable[..., None], blocks: int, width: int, limits: Sequence[int], plan: Plan | None
-) -> bool:
-    """Whether all ranks train the model."""
-    cluster = OpenCluster(Cluster(name="model", cores=(0,) * len(limits)), Ranks(()), None)
-    try:
-        with Workers(cluster, f"{blocks} blocks") as workers:
-            workers.call(attempt, train, blocks, width, tuple(limits), plan)
-    except WorkersFailed as error:
-        if not error.is_out_of_memory:
-            raise
-        return False
-    return True
-
-
-def largest(fits: Callable[[int], bool]) -> int:
-    """The most blocks that fit, to about 3 %."""
-    low, high = 1, 8
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > max(1, low // 32):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def main() -> None:
-    """Find the largest model of each engine."""
-    options = parse_options()
-    process_memory.prepare_rank_processes()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    resource.setrlimit(resource.RLIMIT_STACK, (MIB, resource.RLIM_INFINITY))  # threads' count
-    unit = options.largest * MIB // max(options.limits)
-    limits, width = [unit * limit for limit in options.limits], options.width
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """The largest model of each engine."""
+    limits, width = prepare(options.limits, options.largest), options.width
     numel = LAYERS * width**2
-    case = {"limits": ":".join(map(str, options.limits)), "largest_mib": options.largest}
-    rows: list[Row] = []
 
-    def add(engine: str, blocks: int, plan: Plan | None = None) -> None:
+    def row(engine: str, blocks: int, plan: Plan | None = None) -> Row:
+        case = {"limits": ":".join(map(str, options.limits)), "largest_mib": options.largest}
         parts = " ".join(f"{part:.0%}" for part in plan.host_state) if plan is not None else ""
         found = {"blocks": blocks, "numel": numel * blocks, "host_state": parts}
-        rows.append(Row.of("largest model", {**case, "width": width, "engine": engine}, found))
+        return Row.of("largest model", {**case, "width": width, "engine": engine}, found)
 
-    def largest_planned(host_state: Choice) -> tuple[int, Plan | None]:
-        """The largest model with a plan, of those that train, and its plan."""
-        blocks = largest(lambda number: plan_of(number, width, limits, host_state) is not None)
-        while not trains(
-            train_poplar, blocks, width, limits, plan := plan_of(blocks, width, limits, host_state)
-        ):
-            blocks -= max(1, blocks // 32)
-        return blocks, plan
+    def trains(train: Callable[..., None], blocks: int, plan: Plan | None = None) -> bool:
+        given = train, blocks, width, limits, plan
+        return on_ranks(attempt, len(limits), *given) is not None
 
     for peer in options.peers:
         name, train = PEERS[peer]
-        add(name, largest(lambda n, train=train: trains(train, n, width, limits, None)))
-    choices: tuple[tuple[str, Choice], ...] = (
-        (ON_DEVICES, "never"),
-        (ON_HOST, "auto"),
-    )
+        yield row(name, largest(lambda blocks, train=train: trains(train, blocks)))
+    choices: tuple[tuple[str, Choice], ...] = ((ON_DEVICES, "never"), (ON_HOST, "auto"))
     for engine, host_state in choices:
-        add(engine, *(found := largest_planned(host_state)))
-    blocks, plan = found
+
+        def plan_for(blocks: int, host_state: Choice = host_state) -> Plan | None:
+            return plan_of(blocks, width, limits, host_state)
+
+        blocks = largest(lambda number: plan_for(number) is not None)
+        while not trains(train_poplar, blocks, plan := plan_for(blocks)):
+            blocks -= max(1, blocks // 32)
+        yield row(engine, blocks, plan)
     assert plan is not None
     on_host = sum(s * plan.part_on_host(rank) for rank, s in enumerate(plan.shares))
     host_bytes = HOST_BYTES * on_host * blocks  # by elements of a block
     offloaded = int(host_bytes / FSDP2_STATE_BYTES)
-    add("FSDP2, all offloaded, as much host memory (computed)", offloaded)
-    console = new_console()
-    console.print(table_of(rows, COLUMNS))
-    numels = {row["engine"]: row["numel"] for row in rows}
-    ratio = numels[ON_HOST] / numels[ON_DEVICES]
-    what = "largest model with state on the host over without"
-    target = Target(case=rows[0]["limits"], what=what, value=ratio, wanted=WANTED, at_most=False)
-    print_targets([target], console)
-    if options.output:
-        write_rows(options.output, rows)
+    yield row("FSDP2, all offloaded, as much host memory (computed)", offloaded)
+
+
+def targets(rows: Sequence[Row]) -> Iterator[Target]:
+    """What state on the host gains, by memory of the ranks."""
+    for limits in dict.fromkeys(row["limits"] for row in rows):
+        numels = {row["engine"]: row["numel"] for row in rows if row["limits"] == limits}
+        yield Target(
+            case=limits,
+            what="largest model with state on the host over without",
+            value=numels[ON_HOST] / numels[ON_DEVICES],
+            wanted=WANTED,
+        )
+
+
+def main() -> None:
+    """Find the largest models, or show saved rows."""
+    options = parse_options()
+    report(options, measure(options), Kind("largest model", COLUMNS, targets))
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

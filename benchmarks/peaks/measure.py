@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import process_memory
 import torch
 import torch.distributed as dist
-from emulation import Ranks
-from head_to_head.clusters import Cluster, OpenCluster
+from head_to_head.clusters import free_ranks
 from head_to_head.workers import WorkerContext, Workers
 from rows import Row
 
@@ -51,22 +50,17 @@ def cases_of(stage: int, batch: int) -> list[Case]:
 
 def measure_model(name: str, stages: Sequence[int], batches: Sequence[int]) -> Iterator[Row]:
     """A row per stage, batch, plan and rank."""
-    with Workers(open_cluster("profile"), f"profile of {name}") as workers:
+    with Workers(free_ranks(RANKS), f"profile of {name}") as workers:
         sizes = sorted({*batches, *(2 * batch for batch in batches)})
         profile: ClusterProfile = workers.call(_profile, name, sizes)[0]
     for stage in stages:
         cases = [(batch, case) for batch in batches for case in cases_of(stage, batch)]
-        with Workers(open_cluster("peaks"), f"{name}, stage {stage}") as workers:
+        with Workers(free_ranks(RANKS), f"{name}, stage {stage}") as workers:
             for batch, case in cases:
                 needed = memory_needed(profile, case.plan)
                 peaks = workers.call(_peak, name, case.plan)
                 for rank in range(RANKS):
                     yield _row(name, case, batch, rank, needed[rank], peaks[rank])
-
-
-def open_cluster(name: str) -> OpenCluster:
-    """Ranks that share all cores of this machine."""
-    return OpenCluster(Cluster(name=name, cores=(0,) * RANKS), Ranks(()), None)
 
 
 def _row(model: str, case: Case, batch: int, rank: int, predicted: int, measured: int) -> Row:

@@ -58,6 +58,7 @@ SLOW = {
 and so does host_overhead.py in test_host_overhead_benchmark.py."""
 SHOWING = {
     "allreduce": "--show allreduce.jsonl",
+    "checkpoint": "--show checkpoint_format.jsonl",
     "codec": "--show codec.jsonl",
     "convergence": "--show convergence.jsonl",
     "demo_runs": "--show demo.jsonl",
@@ -66,8 +67,11 @@ SHOWING = {
     "gpu_ranks": "--show h200/ranks.jsonl",
     "gpu_step": "--show h200/step.jsonl",
     "gpu_unequal": "--show h200/unequal.jsonl",
+    "largest_base": "--show largest_base.jsonl",
+    "largest_model": "--show largest_model.jsonl",
     "learning": "--show h200/learning.jsonl",
     "left_out": "--show left_out.jsonl",
+    "memory": "--show memory.jsonl",
     "noise": "--show noise.jsonl",
     "optimizers": "--show optimizers.jsonl",
     "pairs": "",
