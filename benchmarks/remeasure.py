@@ -81,7 +81,7 @@ def described(changed: Sequence[str]) -> str:
 
 
 SAVED = (
-    Saved("search.jsonl", SEARCH, 0.1, ("search.py --rounds 5", "search.py --catalogue")),
+    Saved("search.jsonl", SEARCH, 0.1, ("search.py --rounds 5",)),
     Saved("recomputation.jsonl", ("poplar/hardware", *SEARCH), 0.1, ("recomputation.py",)),
     Saved("per_tensor.jsonl", ("poplar/programmes", *SEARCH), 0.1, ("per_tensor.py",)),
     Saved("noise.jsonl", ("poplar/step", *PLAN), 0.1, ("noise.py --clusters 1008",)),

@@ -20,9 +20,10 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from catalogue import draw_case
-from rows import Column, Row, Target, new_console, new_parser, print_targets, table_of, write_rows
+from rows import Column, Kind, Row, Target, new_parser, report
 
 from poplar.planner.branch_and_bound import fastest_plan
 from poplar.planner.cost_model import StageCosts
@@ -73,20 +74,18 @@ CATALOGUE_COLUMNS = (
 
 
 def main() -> None:
-    """Measure all cases and print a table."""
+    """Measure all cases, or show saved rows."""
     options = parse_options()
-    console = new_console()
-    rows = []
-    for case in cases(options.quick):
-        rows.append(measure(*case, options.rounds))
-        if options.output:
-            write_rows(options.output, rows[-1:])
-    console.print(table_of(rows, COLUMNS))
-    print_targets(targets(rows), console)
-    drawn = [measure_catalogue(case, options.rounds) for case in options.catalogue]
-    console.print(table_of(drawn, CATALOGUE_COLUMNS))
-    if options.output:
-        write_rows(options.output, drawn)
+    measured = chain(
+        (measure(*case, options.rounds) for case in cases(options.quick)),
+        (measure_catalogue(case, options.rounds) for case in options.catalogue),
+    )
+    report(
+        options,
+        measured,
+        Kind("search", COLUMNS, targets),
+        Kind("search of the catalogue", CATALOGUE_COLUMNS),
+    )
 
 
 def cases(quick: bool) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
@@ -218,11 +217,11 @@ def targets(rows: Sequence[Row]) -> Iterator[Target]:
             yield Target(case=case, what="seconds", value=seconds, wanted=wanted, at_most=True)
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = new_parser(__doc__, rounds=3, quick="two clusters of 4 ranks")
-    parser.add_argument("--catalogue", nargs="*", metavar="RANKS:SEED")
-    options = parser.parse_args()
+    parser.add_argument("--catalogue", nargs="+", metavar="RANKS:SEED")
+    options = parser.parse_args(arguments)
     if options.catalogue is None:
         options.catalogue = QUICK_CATALOGUE if options.quick else CATALOGUE
     return options

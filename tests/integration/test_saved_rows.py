@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import remeasure
+import search
 from remeasure import CURRENT, RESULTS, SAVED, Saved, is_known, is_same
 from rows import Row, read_rows, write_rows
 
@@ -48,6 +49,15 @@ def test_commands_have_options_that_their_scripts_know(command):
     done = subprocess.run([*program, *words, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in words if word.startswith("--"))
+
+
+def test_rows_of_the_search_are_measured_by_one_command():
+    """`--catalogue` without clusters measured all but those of the catalogue once more."""
+    (commands,) = (saved.commands for saved in SAVED if saved.name == "search")
+    given = [search.parse_options(command.split()[1:]).catalogue for command in commands]
+    assert given == [search.CATALOGUE]
+    with pytest.raises(SystemExit):
+        search.parse_options(["--catalogue"])
 
 
 def test_documents_cite_rows_that_exist():
