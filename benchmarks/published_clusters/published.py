@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,7 +13,6 @@ from published_clusters.cluster import (
     V100_PCIE,
     V100_SXM2,
     Cluster,
-    Device,
     Host,
 )
 from published_clusters.models import HAP_MODELS, HETEROG_MODELS, Model
@@ -40,16 +37,10 @@ class Evaluation:
     """Where cluster and batch are from."""
 
 
-def _profiled(device: Device, flops_per_s: float) -> Device:
-    """A device on which a whole pass has this speed, memory access included."""
-    efficiency = flops_per_s / (device.fp32_tflops * 1e12)
-    return dataclasses.replace(device, efficiency=efficiency, memory_gb_per_s=math.inf)
-
-
-def _hap(gpus: int, v100: Device = V100_SXM2, p100: Device = P100_PCIE_16) -> Evaluation:
+def _hap(gpus: int) -> Evaluation:
     """HAP's hosts with this many GPUs of each in use, as figure 12 varies them."""
-    hosts = [Host(device=v100, ranks=gpus, network_bytes_per_s=10.4 * _GBIT)] * 2
-    hosts += [Host(device=p100, ranks=gpus, network_bytes_per_s=10.4 * _GBIT)] * 6
+    hosts = [Host(device=V100_SXM2, ranks=gpus, network_bytes_per_s=10.4 * _GBIT)] * 2
+    hosts += [Host(device=P100_PCIE_16, ranks=gpus, network_bytes_per_s=10.4 * _GBIT)] * 6
     return Evaluation(
         system="HAP",
         cluster=Cluster(
@@ -90,23 +81,12 @@ def _heterog(network_bytes_per_s: tuple[float, float], name: str) -> Evaluation:
     )
 
 
-PROFILED_V100, PROFILED_P100 = 3858755112937, 2149250936815
-"""FLOP/s of whole passes in HAP's master.py."""
-_MULTIPLY_ADD = 6 / 9
-"""HAP counts 9 FLOPs per multiply-add of a linear layer's forward and backward; there are 6."""
-
 EVALUATIONS: Mapping[str, Evaluation] = {
     **{f"hap-{gpus}": _hap(gpus) for gpus in (1, 2, 4, 8)},
-    "hap-8-profiled": _hap(
-        8,
-        _profiled(V100_SXM2, PROFILED_V100 * _MULTIPLY_ADD),
-        _profiled(P100_PCIE_16, PROFILED_P100 * _MULTIPLY_ADD),
-    ),
     "heterog": _heterog((100 * _GBIT, 50 * _GBIT), "2 V100 + 4 1080Ti + 2 P100, 100 and 50 Gbit/s"),
     "heterog-profiled": _heterog((747e6, 747e6), "2 V100 + 4 1080Ti + 2 P100, 747 MB/s"),
 }
-"""`profiled`: with the speeds of V100 and P100 in HAP's master.py, or the network of HeteroG's
-GAT/config.txt. Others: by specification."""
+"""`profiled`: with the network of HeteroG's GAT/config.txt. Others: by specification."""
 
 LEFT_OUT = (
     "HeteroG's ResNet200, InceptionV3, MobileNetV2, NasNet, Transformer and XLNet-large: the "
