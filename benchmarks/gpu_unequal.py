@@ -20,7 +20,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -78,40 +78,23 @@ def launch(transport: str, folder: Path, options: argparse.Namespace) -> Ended:
     Raises:
         MpsUnavailable: the ranks cannot be made unequal here.
     """
-    count = len(options.percent) or options.ranks
     inside = ["--inside", folder, "--transports", transport]
-    with clients(options) as shared:
+    with mps_daemon() if options.device == "cuda" else nullcontext({}) as shared:
         environments = [
             {**ranks.environment(folder), **settings_of(options, rank), **shared, **own}
-            for rank, own in enumerate(speeds_of_ranks(options, count))
+            for rank, own in enumerate(speeds_of_ranks(options))
         ]
         arguments = [*sys.argv[1:], *inside]
         return watch(__file__, arguments, environments, folder, seconds=options.deadline)
 
 
-def speeds_of_ranks(options: argparse.Namespace, count: int) -> Iterator[dict[str, str]]:
+def speeds_of_ranks(options: argparse.Namespace) -> Iterator[dict[str, str]]:
     """What makes each rank slower or faster, as its environment."""
-    if not options.percent:
-        yield from ({} for _ in range(count))
-    elif options.device == "cuda":
+    if options.device == "cuda":
         yield from map(thread_percentage, options.percent)
     else:
         for core in ranks.cores_of(options.percent, sorted(os.sched_getaffinity(0))):
             yield {ranks.CORE: str(core)}
-
-
-@contextmanager
-def clients(options: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """The environment of all ranks on a GPU; an MPS daemon runs while the context is open.
-
-    Raises:
-        MpsUnavailable: there is none here.
-    """
-    if options.device != "cuda":
-        yield {}
-        return
-    with mps_daemon() if options.percent else nullcontext({}) as daemon:
-        yield daemon
 
 
 def settings_of(options: argparse.Namespace, rank: int) -> dict[str, str]:
@@ -130,7 +113,7 @@ def work(options: argparse.Namespace) -> None:
     device = ranks.join(options.device, nccl=by_nccl, seconds=options.deadline)
     settings = Settings(
         case=CASES[options.case],
-        percent=tuple(options.percent) or None,
+        percent=tuple(options.percent),
         nccl=by_nccl,
         stage=options.stage if options.stage == "auto" else int(options.stage),
         seconds=options.seconds,
@@ -160,11 +143,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--percent",
         type=float,
-        nargs="*",
+        nargs="+",
         default=(50.0, 25.0, 25.0),
-        help="of the multiprocessors, by rank (default: 50 25 25); empty: no limits, no MPS",
+        help="of the multiprocessors, by rank (default: 50 25 25)",
     )
-    parser.add_argument("--ranks", type=int, default=2, help="with an empty --percent")
     parser.add_argument(
         "--nccl", type=Path, metavar="PATH", help="preload this NCCL (2.30 or newer)"
     )
@@ -183,8 +165,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.device == "cpu":
         options.transports = ["staged"]  # in host memory anyway
-    if options.percent and min(options.percent) <= 0:
-        parser.error(f"--percent must be above 0, got {options.percent}")
     return options
 
 

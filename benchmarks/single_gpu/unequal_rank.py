@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,7 @@ from single_gpu.engines import (
     read,
 )
 
-SPEED_SECONDS = 8.0
-"""For the plain passes, before and after the turns."""
 WARMUP_STEPS = 3
-TURN_SECONDS = 1.5
-"""Of one engine, by default."""
 MEMORY = 0.9
 """Of the GPU, for the allocators of all ranks together."""
 GIB = 2**30
@@ -45,15 +41,17 @@ class Settings:
     """What is compared. The same on all ranks."""
 
     case: Case
-    percent: tuple[float, ...] | None
-    """By rank; None: ranks are not limited."""
+    percent: tuple[float, ...]
+    """By rank, of the GPU's multiprocessors or of the cores."""
     nccl: bool
-    stage: int | str = "auto"
-    seconds: float = 40.0
+    stage: int | str
+    seconds: float
     """Time budget of `tune`."""
-    speed_seconds: float = SPEED_SECONDS
-    turn_seconds: float = TURN_SECONDS
-    rounds: int = 5
+    speed_seconds: float
+    """For the plain passes, before and after the turns."""
+    turn_seconds: float
+    """Of one engine."""
+    rounds: int
 
     @property
     def global_batch(self) -> int:
@@ -96,7 +94,6 @@ def compare(settings: Settings, device: torch.device) -> Row:
     config = case.model
     what = {
         "ranks": dist.get_world_size(),
-        # Of the GPU's multiprocessors, by rank; on the CPU of the cores. None: not limited.
         "mps_percent": settings.percent,
         "backend": f"nccl {nccl.loaded_version()}" if settings.nccl else "gloo",
         "model": f"llama width {config.width}, {config.layers} layers, context {config.context}",
@@ -227,8 +224,7 @@ def _limit_memory(settings: Settings, device: torch.device) -> int | None:
     """Give each rank its part of the GPU's memory; returns it in bytes."""
     if device.type != "cuda":
         return None
-    percent: Sequence[float] = settings.percent or [1.0] * dist.get_world_size()
-    part = MEMORY * percent[dist.get_rank()] / sum(percent)
+    part = MEMORY * settings.percent[dist.get_rank()] / sum(settings.percent)
     torch.cuda.set_per_process_memory_fraction(part, device)
     return int(part * torch.cuda.get_device_properties(device).total_memory)
 

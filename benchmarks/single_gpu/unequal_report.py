@@ -21,7 +21,7 @@ def _over_peer(peer: str) -> Callable[[Row], float | None]:
 
 
 def _percent(row: Row) -> str:
-    return "/".join(f"{part:g}" for part in row["mps_percent"] or ())
+    return "/".join(f"{part:g}" for part in row["mps_percent"])
 
 
 def prediction_error(row: Row) -> float:
@@ -49,11 +49,9 @@ COLUMNS = (
 
 
 def targets(rows: Sequence[Row]) -> Iterator[Target]:
-    """All targets that apply to the rows; only where ranks were made unequal."""
+    """All targets that apply to the rows."""
     for row in rows:
         case = f"{row['ranks']} ranks, {row['backend']}"
-        if row["mps_percent"] is None:
-            continue
         of_ideal = _over_planned(row, row.get("ideal_ms"))
         if of_ideal is not None:
             yield Target(case=case, what="planned is of ideal", value=of_ideal, wanted=OF_IDEAL)

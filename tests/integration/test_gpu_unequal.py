@@ -102,7 +102,6 @@ def row(**values: object) -> Row:
         ({"ideal_ms": 96.0}, [False, True]),
         ({"predicted_ms": 97.5}, [True]),
         ({"predicted_ms": 104.0}, [False]),
-        ({"mps_percent": None, "ideal_ms": 50.0}, []),
     ],
 )
 def test_targets(values, met):
