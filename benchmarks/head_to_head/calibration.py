@@ -1,4 +1,4 @@
-"""Speed of the ranks without an engine: plain passes, matrix products, an empty loop."""
+"""Speed of the ranks without an engine: plain passes, matrix products."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from emulation import spin
 from torch.utils.flop_counter import FlopCounterMode
 
 from head_to_head.outcome import Calibration, MicroBatches
@@ -18,7 +17,6 @@ from poplar.pair.speed import Speed, measure_speeds
 LARGEST_BATCH = 64
 """On a CPU, larger batches are hardly faster."""
 MATRIX = 512
-SPIN_SECONDS = 0.5
 TURN_SECONDS = 2.0
 """Of plain passes in each round."""
 
@@ -28,16 +26,12 @@ def calibrate(context: WorkerContext, task: Task, seconds: float) -> Calibration
     cap = context.open_cluster.cluster.cap(context.rank, task.global_batch)
     speeds = _plain_speeds(task, min(cap or LARGEST_BATCH, LARGEST_BATCH), seconds, search=True)
     dist.barrier()
-    flops = matrix_flops(seconds / 4)
-    dist.barrier()
-    spins = spin(SPIN_SECONDS)
-    others: list[tuple[float, float]] = [(0.0, 0.0)] * context.size
-    dist.all_gather_object(others, (flops, spins))
+    flops = [0.0] * context.size
+    dist.all_gather_object(flops, matrix_flops(seconds / 4))
     return Calibration(
         speeds=tuple(speed.samples_per_second for speed in speeds),
         batches=tuple(speed.batch for speed in speeds),
-        rank_flops=tuple(own for own, _ in others),
-        spins=tuple(own for _, own in others),
+        rank_flops=tuple(flops),
     )
 
 

@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
 
 from head_to_head.engine import Configuration, Engine, micro_batches
 from head_to_head.task import Batch, Task
@@ -35,15 +34,11 @@ class DeepSpeed(Engine):
 
     def __init__(self, task: Task, configuration: Configuration, rank: int) -> None:
         super().__init__(task, configuration, rank)
-        model = self.new_model()
+        model = task.new_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, fused=True)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self.config(), dist_init_required=False
         )
-
-    def new_model(self) -> nn.Module:
-        """The whole model on every rank."""
-        return self.task.new_model()
 
     def config(self) -> dict[str, Any]:
         """DeepSpeed's configuration."""
@@ -81,8 +76,3 @@ class DeepSpeed(Engine):
 SETTINGS: dict[int, dict[str, Any]] = {3: {"stage3_param_persistence_threshold": 0}}
 """By stage, values that are faster than DeepSpeed's defaults. See "DeepSpeed's settings" in
 `benchmarks/README.md`."""
-
-
-def make_peer(task: Task, configuration: Configuration, rank: int) -> Engine:
-    """The engine of a configuration. Collective."""
-    return DeepSpeed(task, configuration, rank)

@@ -58,8 +58,6 @@ class Calibration:
     """That batch, by rank."""
     rank_flops: tuple[float, ...]
     """fp32 operations per second in large matrix products, by rank."""
-    spins: tuple[float, ...]
-    """Rounds per second of an empty loop, by rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from head_to_head.notes import notes
 from head_to_head.outcome import TURN_STEPS, Calibration, Comparison, MicroBatches, Outcome
 from head_to_head.task import Task
 from head_to_head.worker_calls import Turn
-from head_to_head.workers import Workers, WorkersFailed, last_lines
+from head_to_head.workers import Workers, WorkersFailed
 from poplar import Plan
 
 WARMUP_STEPS = 3
@@ -238,7 +238,7 @@ def _attempt(trial: Trial, work: Callable[[], None]) -> None:
     try:
         work()
     except WorkersFailed as failure:
-        trial.absent = last_lines(str(failure))
+        trial.absent = failure.last_line
 
 
 def _take_turn(trial: Trial, steps: int, *, counts: bool = True) -> None:
@@ -331,8 +331,8 @@ def _peaks(
                 try:
                     peaks = workers.call(worker_calls.peak_memory, task, configuration)
                 except WorkersFailed as failure:
-                    log(f"no peak memory of {configuration.name}: {last_lines(str(failure))}")
+                    log(f"no peak memory of {configuration.name}: {failure.last_line}")
                     continue
                 yield configuration, peaks
     except WorkersFailed as failure:
-        log(f"no peak memory of {name}: {last_lines(str(failure))}")
+        log(f"no peak memory of {name}: {failure.last_line}")

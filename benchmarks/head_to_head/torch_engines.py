@@ -66,8 +66,3 @@ class TorchEngine(Engine):
     def step(self, batch: Batch | None) -> float:
         assert batch is not None, f"{self.configuration.name}: every rank has samples"
         return float(self.engine.step(batch))
-
-
-def make_peer(task: Task, configuration: Configuration, rank: int) -> Engine:
-    """The engine of a configuration. Collective."""
-    return TorchEngine(task, configuration, rank)

@@ -63,10 +63,12 @@ def make_engine(task: Task, configuration: Configuration, rank: int) -> Engine:
         engine = Poplar if configuration.programme is None else PoplarProgramme
         return engine(task, configuration, rank)
     if configuration.provider == "deepspeed":
-        from head_to_head.deepspeed_engine import make_peer
-    else:
-        from head_to_head.torch_engines import make_peer
-    return make_peer(task, configuration, rank)
+        from head_to_head.deepspeed_engine import DeepSpeed
+
+        return DeepSpeed(task, configuration, rank)
+    from head_to_head.torch_engines import TorchEngine
+
+    return TorchEngine(task, configuration, rank)
 
 
 def build(context: WorkerContext, task: Task, configuration: Configuration) -> None:
@@ -98,12 +100,6 @@ def take_turn(context: WorkerContext, name: str, steps: int) -> Turn | None:
         losses.append(loaded.engine.step(batch))
         ends.append(time.perf_counter())
     return Turn(start, tuple(ends), tuple(losses))
-
-
-def drop(context: WorkerContext, name: str) -> None:
-    """Close an engine and free its memory."""
-    context.engines.pop(name).engine.close()
-    gc.collect()
 
 
 def peak_memory(context: WorkerContext, task: Task, configuration: Configuration) -> int:

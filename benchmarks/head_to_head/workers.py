@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -24,7 +24,8 @@ from head_to_head.clusters import OpenCluster
 
 START_SECONDS = 180.0
 GRACE_SECONDS = 20.0
-"""After one rank fails, the others have at most this long to finish or fail by default."""
+"""After one rank fails, the others have at most this long to finish or fail."""
+CALL_SECONDS = 600.0
 GROUP_SECONDS = 600.0
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "poplar")
 """Imported once, for all worker processes."""
@@ -32,6 +33,11 @@ PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "poplar")
 
 class WorkersFailed(RuntimeError):
     """Ranks raised, died or missed the deadline; the message has all tracebacks."""
+
+    @property
+    def last_line(self) -> str:
+        """Of the last traceback."""
+        return str(self).strip().splitlines()[-1]
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -57,21 +63,13 @@ class WorkerContext:
 class Workers:
     """The processes run as long as the `with` block."""
 
-    def __init__(
-        self,
-        open_cluster: OpenCluster,
-        name: str,
-        *,
-        grace_seconds: float = GRACE_SECONDS,
-    ) -> None:
+    def __init__(self, open_cluster: OpenCluster, name: str) -> None:
         """
         Args:
             open_cluster: its ranks, one process each.
             name: of these workers in errors.
-            grace_seconds: how long ranks may take to finish or fail after one rank has failed.
         """
         self.name = name
-        self._grace_seconds = grace_seconds
         self._folder = tempfile.mkdtemp(prefix="poplar-workers-")
         self._channels: list[Connection] = []
         self._processes: list[Any] = []
@@ -111,9 +109,7 @@ class Workers:
         """The processes have ended, because a call failed on some ranks only."""
         return not self._processes
 
-    def call(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 600.0
-    ) -> tuple[Any, ...]:
+    def call(self, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
         """Run `function(here, *args)` on every rank; returns what each of them returned.
 
         Raises:
@@ -124,7 +120,7 @@ class Workers:
         for channel in self._channels:
             with suppress(OSError):  # the process has ended; `_collect` reports it
                 channel.send((function, args))
-        return self._collect(getattr(function, "__name__", str(function)), timeout)
+        return self._collect(function.__name__, CALL_SECONDS)
 
     def _collect(self, what: str, timeout: float) -> tuple[Any, ...]:
         deadline = time.monotonic() + timeout
@@ -141,13 +137,13 @@ class Workers:
                 try:
                     fine, answers[rank] = channel.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
-                    self._processes[rank].join(self._grace_seconds)
+                    self._processes[rank].join(GRACE_SECONDS)
                     code = self._processes[rank].exitcode
                     fine, answers[rank] = False, f"its process ended with exit code {code}"
                     lost.append(rank)
                 if not fine:
                     failed.append(f"rank {rank}: {answers[rank]}")
-                    deadline = min(deadline, time.monotonic() + self._grace_seconds)
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         failed += [f"rank {rank}: no answer" for rank in waiting.values()]
         if failed:
             if waiting or lost or len(failed) < len(self._channels):
@@ -166,12 +162,6 @@ class Workers:
         self._processes = []
         self._channels = []
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def last_lines(failures: Sequence[str] | str, count: int = 1) -> str:
-    """The last lines of a traceback."""
-    text = failures if isinstance(failures, str) else "\n".join(failures)
-    return " ".join(text.strip().splitlines()[-count:])
 
 
 def _serve(rank: int, open_cluster: OpenCluster, folder: str, channel: Connection) -> None:

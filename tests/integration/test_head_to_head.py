@@ -178,7 +178,6 @@ def test_losses_of_every_engine_equal_one_process(members):
             turns = workers_.call(worker_calls.take_turn, member.name, 5)
             losses = runner.mean_losses(member, turns)
             assert losses == pytest.approx(expected, abs=2e-5), member.name
-            workers_.call(worker_calls.drop, member.name)
 
 
 def test_step_time_is_that_of_the_slowest_rank():
@@ -215,9 +214,7 @@ def outcome(name: str, provider: str, seconds: float, plan: Plan, **more: object
 def comparison(**changes: object) -> Comparison:
     """Two ranks with speeds 3:1; the ideal over even is 2."""
     even = Plan.even(2, 8, 4, 1)
-    calibration = Calibration(
-        speeds=(30.0, 10.0), batches=(8, 8), rank_flops=(3e9, 1e9), spins=(3.0, 1.0)
-    )
+    calibration = Calibration(speeds=(30.0, 10.0), batches=(8, 8), rank_flops=(3e9, 1e9))
     fields = {
         "began": "2026-01-01T00:00:00",
         "cluster": "3:1",
