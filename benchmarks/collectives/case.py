@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,10 +78,7 @@ class Case:
         """This rank's input: the whole buffer to reduce, or its own slice to gather."""
         low, high = self.layout.bounds(rank)
         if self.operation != "all_gather":
-            (
-                low,
-                high,
-            ) = 0, self.layout.numel
+            low, high = 0, self.layout.numel
         return _values(torch.arange(low, high), rank).to(self.torch_dtype)
 
     def check(self, result: Tensor, rank: int) -> None:
@@ -122,26 +119,6 @@ class Case:
     def __str__(self) -> str:
         shares = "even" if self.is_even else "/".join(f"{100 * s:g}" for s in self.shares)
         return f"{self.operation} {size_of(self.nbytes)} {self.dtype} {self.ranks} ranks {shares}"
-
-
-def cases(
-    ranks: int,
-    operations: Sequence[str],
-    sizes: Sequence[int],
-    dtypes: Sequence[str],
-    shares: Sequence[tuple[float, ...]],
-    headline: int,
-) -> Iterator[Case]:
-    """Every size with even shares of the first dtype; other shares and dtypes at one size."""
-    even = (1 / ranks,) * ranks
-    for operation in operations:
-        for size in sizes:
-            yield Case(operation, size, dtypes[0], even)
-        for cut in shares:
-            if len(cut) == ranks and operation != "all_reduce":
-                yield Case(operation, headline, dtypes[0], cut)
-        for dtype in dtypes[1:]:
-            yield Case(operation, headline, dtype, even)
 
 
 def size_of(nbytes: float) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rows import Row
 
 from collectives import deepspeed_provider, mpi_provider
-from collectives.case import Case, cases
+from collectives.case import Case
 from collectives.floor import Floor
 from collectives.link_providers import STREAMS, InParts, Sockets
 from collectives.poplar_providers import PoplarProvider
@@ -52,8 +52,14 @@ class Request:
 
     def cases(self, ranks: int) -> Iterator[Case]:
         """The cases in the order of measurement."""
-        own = [cut for cut in self.shares if len(cut) == ranks]
-        yield from cases(ranks, self.operations, self.sizes, self.dtypes, own, self.headline)
+        even, first = (1 / ranks,) * ranks, self.dtypes[0]
+        for operation in self.operations:
+            yield from (Case(operation, size, first, even) for size in self.sizes)
+            for cut in self.shares:
+                if len(cut) == ranks and operation != "all_reduce":
+                    yield Case(operation, self.headline, first, cut)
+            for dtype in self.dtypes[1:]:
+                yield Case(operation, self.headline, dtype, even)
 
 
 def measure(request: Request, report: Callable[[str], None]) -> list[Row]:
@@ -105,9 +111,9 @@ def _make(
 ) -> list[Provider]:
     found: list[Provider] = []
     if "gloo" in names:
-        found.append(Native(rank, "gloo"))
+        found.append(Native(rank))
     if "all-to-all" in names:
-        found.append(AllToAll(rank, "gloo"))
+        found.append(AllToAll(rank))
     for name, why_absent, make in (
         ("mpi", lambda: mpi_provider.why_apart(ranks), lambda: mpi_provider.Mpi(rank)),
         (

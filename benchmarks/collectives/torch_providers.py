@@ -15,8 +15,9 @@ class Native(Provider):
     slice.
     """
 
-    def __init__(self, rank: int, backend: str) -> None:
-        self.name = self.transport = backend
+    name = transport = "gloo"
+
+    def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def prepare(self, case: Case, mine: Tensor) -> Prepared | None:
@@ -59,9 +60,9 @@ class Native(Provider):
 class AllToAll(Provider):
     """A reduce-scatter made of an all-to-all and a local sum, as is common on gloo."""
 
-    def __init__(self, rank: int, backend: str) -> None:
-        self.name = f"{backend} all-to-all + sum"
-        self.transport = backend
+    name, transport = "gloo all-to-all + sum", "gloo"
+
+    def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def prepare(self, case: Case, mine: Tensor) -> Prepared | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from poplar import _core
-from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, TensorType
+from poplar.programmes.graph.graph import LEAVES, PARAMETER, Graph, Node, TensorType
 from poplar.programmes.graph.placement import PARTIAL, REPLICATED, Placement, Sharded
 from poplar.programmes.graph.programme import Programme
 from poplar.programmes.rules.registry import pattern_of
@@ -106,14 +106,7 @@ def programme_step(
         replicated = [
             node.output for node in parameters if programme.placements[node.name] is REPLICATED
         ]
-        owned = [
-            sum(
-                node.output.numel
-                * _part(node.output, programme.placements[node.name], programme.ratios, rank)
-                for node in parameters
-            )
-            for rank in ranks
-        ]
+        owned = [_owned(parameters, programme, rank) for rank in ranks]
         nbytes = float(sum(kind.nbytes for kind in replicated))
         parts.append(
             Part(
@@ -142,16 +135,17 @@ def missing_bytes(
     produced = global_batch * sum(layer.produced for layer in layers)
     shares = [ratio / sum(programme.ratios) for ratio in programme.ratios]
     return max(
-        costs.missing_bytes(
-            rank,
-            sum(
-                node.output.numel
-                * _part(node.output, programme.placements[node.name], programme.ratios, rank)
-                for node in parameters
-            ),
-            shares[rank] * produced,
-        )
+        costs.missing_bytes(rank, _owned(parameters, programme, rank), shares[rank] * produced)
         for rank in range(costs.cluster.world_size)
+    )
+
+
+def _owned(parameters: Sequence[Node], programme: Programme, rank: int) -> float:
+    """Elements of parameters on a rank."""
+    return sum(
+        node.output.numel
+        * _part(node.output, programme.placements[node.name], programme.ratios, rank)
+        for node in parameters
     )
 
 

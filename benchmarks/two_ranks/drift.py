@@ -16,6 +16,8 @@ from two_ranks.training import (
     TOLERANCE,
     new_batch,
     new_model,
+    parameters_of,
+    part_of,
     relative_error,
     train_in_one_process,
 )
@@ -50,12 +52,9 @@ def drift(own: Rank) -> None:
             loss.is_slow = own.rank == 1 and len(samples) >= SLOW_AT
             plan, batch = optimizer.plan, new_batch(own.device, SAMPLES)
             assert plan is not None
-            first, count = plan.offset(own.rank), plan.samples(own.rank)
             samples.append(plan.samples(1))
-            part = {name: value[first : first + count] for name, value in batch.items()}
-            optimizer.train_step(loss, part, max_norm=1.0)
-        with optimizer.full_parameters():
-            trained = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+            optimizer.train_step(loss, part_of(batch, plan, own.rank), max_norm=1.0)
+        trained = parameters_of(model, optimizer)
         optimizer.release()
         expected, _ = train_in_one_process(own.device, len(samples), SAMPLES, lr=LEARNING_RATE)
         off = relative_error(trained, expected)

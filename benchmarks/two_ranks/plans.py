@@ -17,6 +17,8 @@ from two_ranks.training import (
     TOLERANCE,
     new_batch,
     new_model,
+    parameters_of,
+    part_of,
     relative_error,
     train_in_one_process,
 )
@@ -58,13 +60,11 @@ def check(own: Rank, case: str, plan_of_step: list[Plan]) -> None:
     for plan in plan_of_step:
         if plan != optimizer.plan:
             optimizer.apply_plan(plan)
-        first = plan.offset(own.rank)
-        batch = {key: value[first : first + plan.samples(own.rank)] for key, value in whole.items()}
+        batch = part_of(whole, plan, own.rank)
         result = optimizer.train_step(next_byte_loss, batch, max_norm=1.0)
         found.append(float(result.loss))
         times.append(result.rank_times)
-    with optimizer.full_parameters():
-        trained = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    trained = parameters_of(model, optimizer)
     optimizer.release()
     error = relative_error(trained, expected)
     off = max(abs(a / b - 1) for a, b in zip(found, losses, strict=True))

@@ -39,12 +39,7 @@ class Training:
     ) -> None:
         plan = Plan.manual(MICRO_BATCHES, stage=stage, passes=PASSES, shares=shares)
         plan = replace(plan, host_state=host_state)
-        first = sum(plan.samples(other) for other in range(own.rank))
-        last = first + plan.samples(own.rank)
-        self.batch = {
-            name: value[first:last]
-            for name, value in new_batch(own.device, plan.global_batch).items()
-        }
+        self.batch = part_of(new_batch(own.device, plan.global_batch), plan, own.rank)
         self.model = new_model(own.device, recompute)
         self.optimizer = HeteroZeroOptimizer(
             self.model,
@@ -69,8 +64,7 @@ class Training:
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of all parameters. Collective."""
-        with self.optimizer.full_parameters():
-            return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
+        return parameters_of(self.model, self.optimizer)
 
 
 def new_model(device: torch.device, recompute: bool = False) -> Llama:
@@ -84,6 +78,19 @@ def new_batch(device: torch.device, samples: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(0, 256, (samples, SIZES["tiny"].context + 1), generator=generator)
     return {"input": text[:, :-1].to(device), "target": text[:, 1:].to(device)}
+
+
+def part_of(whole: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[str, Tensor]:
+    """A rank's part of a global batch."""
+    first = plan.offset(rank)
+    last = first + plan.samples(rank)
+    return {name: value[first:last] for name, value in whole.items()}
+
+
+def parameters_of(model: nn.Module, optimizer: HeteroZeroOptimizer) -> dict[str, Tensor]:
+    """Copies of all parameters. Collective."""
+    with optimizer.full_parameters():
+        return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
 def train_in_one_process(
