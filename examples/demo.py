@@ -14,7 +14,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from llama import SIZES, Llama, next_byte_loss, warmup_then_cosine
 from other_load import OtherLoad, describe, warnings_of
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from text import ByteWindows, load_text
 from torch import Tensor
@@ -114,11 +116,35 @@ def report_speeds(console: Console, speeds: Sequence[Speed]) -> None:
 
 def train_in_turns(runs: Sequence[Run], steps: int, console: Console) -> None:
     """Run all steps of all plans, a few at a time. Every rank must call it."""
-    total = len(runs) * steps
-    for done, run in enumerate(turns(runs, steps), start=1):
-        run.one_step()
-        if 10 * done // total > 10 * (done - 1) // total:
-            console.print(f"{done}/{total} {run.name}: loss {run.losses[-1]:.2f}")
+    with progress(console, len(runs) * steps) as advance:
+        for run in turns(runs, steps):
+            run.one_step()
+            advance(f"{run.name}: loss {run.losses[-1]:.2f}")
+
+
+@contextmanager
+def progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    """Yield a function to call with a message after each of `total` steps.
+
+    A terminal shows a bar with the remaining time, other consoles ten lines, a quiet one nothing.
+    """
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    hidden = console.quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(text: str) -> None:
+            bar.update(task, advance=1, description=text)
+            done = round(bar.tasks[task].completed)
+            if not console.is_terminal and 10 * done // total > 10 * (done - 1) // total:
+                console.print(f"{done}/{total} {text}")
+
+        yield advance
 
 
 @dataclass

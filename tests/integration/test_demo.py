@@ -92,6 +92,22 @@ class TestNoise:
         assert json.loads(capsys.readouterr().out)["noise"] == ["other processes"]
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_a_bar_in_a_terminal_and_ten_lines_elsewhere(is_terminal):
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=is_terminal, width=100)
+    with demo.progress(console, 20) as advance:
+        for step in range(20):
+            advance(f"loss {step}")
+    if is_terminal:
+        assert "20/20" in shown.getvalue()
+        assert "━" in shown.getvalue()
+        assert "0:00:00" in shown.getvalue(), "the remaining time"
+    else:
+        lines = [f"{step}/20 loss {step - 1}" for step in range(2, 21, 2)]
+        assert shown.getvalue().splitlines() == lines
+
+
 class TestOptions:
     def test_stage_is_automatic_by_default(self):
         assert demo.parse_options([]).stage == "auto"
