@@ -32,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import torch
 import torch.distributed as dist
-from rows import Row, read_rows, write_rows
+from rows import Row, read_rows, shown_rows, write_rows
 from single_gpu import nccl, ranks
 from two_ranks.bases import bases
 from two_ranks.codecs import codecs
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Start the ranks of each task; the exit status is 1 if a task failed or hung."""
     options = parse_options(arguments)
     if options.show:
-        show_rows(read_rows(options.show, BENCHMARK))
+        show_rows(shown_rows(options.show, BENCHMARK))
         return
     if options.inside:
         run_in_rank(options)

@@ -20,7 +20,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from rich.console import Console
-from rows import Row, at_least, new_console, print_targets, read_rows, table_of, write_rows
+from rows import (
+    Row,
+    at_least,
+    new_console,
+    print_targets,
+    read_rows,
+    shown_rows,
+    table_of,
+    write_rows,
+)
 from single_gpu import ranks
 from single_gpu.cases import CASES
 from single_gpu.command import gpu_parser, require_device
@@ -45,7 +54,7 @@ def main() -> None:
         ranks.leave()
     console = new_console()
     if options.show:
-        show(read_rows(options.show, BENCHMARK), console)
+        show(shown_rows(options.show, BENCHMARK), console)
         return
     require_device(options.device)
     with tempfile.TemporaryDirectory(prefix="poplar-step-") as name:

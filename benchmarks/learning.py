@@ -42,6 +42,7 @@ from rows import (
     new_parser,
     print_targets,
     read_rows,
+    shown_rows,
     table_of,
     write_rows,
 )
@@ -130,8 +131,9 @@ class Case:
 def main() -> None:
     """Train all runs that are missing, or show saved ones."""
     options = parse_options()
-    saved = options.show or options.output
-    rows = read_rows(saved, BENCHMARK) if saved and saved.exists() else []
+    rows = shown_rows(options.show, BENCHMARK) if options.show else []
+    if not options.show and options.output and options.output.exists():
+        rows = read_rows(options.output, BENCHMARK)
     done = {json.dumps(row.case) for row in rows}
     for case in [] if options.show else cases(options):
         if json.dumps(asdict(case)) not in done:

@@ -101,6 +101,22 @@ def read_rows(path: str | Path, benchmark: str = "") -> list[Row]:
     return rows
 
 
+def shown_rows(path: str | Path, *benchmarks: str) -> list[Row]:
+    """The rows of these benchmarks in a file that `--show` names.
+
+    Raises:
+        SystemExit: the file has none; the message says what it has.
+    """
+    rows = read_rows(path)
+    if found := [row for row in rows if row.benchmark in benchmarks]:
+        return found
+    others = ", ".join(repr(name) for name in dict.fromkeys(row.benchmark for row in rows))
+    raise SystemExit(
+        f"--show {path}: no row of {' or '.join(map(repr, benchmarks))} in this file; "
+        f"it has {f'rows of {others}' if others else 'no rows'}"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """One column of a table."""
@@ -204,23 +220,45 @@ class Kind:
     title: str = ""
 
 
-def report(options: argparse.Namespace, measured: Iterable[Row], *kinds: Kind) -> list[Row]:
+def report(
+    options: argparse.Namespace,
+    measured: Iterable[Row],
+    *kinds: Kind,
+    expected: tuple[type[Exception], ...] = (),
+) -> list[Row]:
     """Print the rows that `--show` names, else those that are measured, and their targets.
 
-    Measured rows are appended to `--output` one by one, because a later one may fail after minutes.
+    A later row may fail after minutes. So measured rows are appended to `--output` one by one, and
+    those before a failure are printed.
+
+    Args:
+        options: from `new_parser`.
+        measured: measures a row when it is asked for the next one.
+        kinds: how the rows are shown.
+        expected: failures of a measurement that end the script with their message only.
+
+    Raises:
+        SystemExit: an expected failure, or no row in the file to show.
     """
-    rows = read_rows(options.show) if options.show else []
-    for row in () if options.show else measured:
-        rows.append(row)
-        if options.output:
-            write_rows(options.output, [row])
-    console, targets = new_console(), list[Target]()
-    for kind in kinds:
-        own = [row for row in rows if row.benchmark == kind.benchmark]
-        if own:
+    names = [kind.benchmark for kind in kinds]
+    rows = shown_rows(options.show, *names) if options.show else []
+    console = new_console()
+    try:
+        for row in () if options.show else measured:
+            rows.append(row)
+            if options.output:
+                write_rows(options.output, [row])
+    except expected as failure:
+        raise SystemExit(str(failure)) from None
+    finally:
+        by_kind = [
+            (kind, own)
+            for kind in kinds
+            if (own := [row for row in rows if row.benchmark == kind.benchmark])
+        ]
+        for kind, own in by_kind:
             console.print(table_of(own, kind.columns, kind.title))
-            targets += kind.targets(own)
-    print_targets(targets, console)
+    print_targets((target for kind, own in by_kind for target in kind.targets(own)), console)
     return rows
 
 

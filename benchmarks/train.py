@@ -33,7 +33,16 @@ from head_to_head.task import MODELS, Task
 from head_to_head.workers import WorkersFailed
 from head_to_head.workloads import WORKLOADS
 from rich.console import Console
-from rows import Row, at_least, new_console, new_parser, print_targets, table_of, write_rows
+from rows import (
+    Row,
+    at_least,
+    new_console,
+    new_parser,
+    print_targets,
+    shown_rows,
+    table_of,
+    write_rows,
+)
 
 QUICK = Settings(
     policies=("even", "exact"),
@@ -49,6 +58,7 @@ def main() -> None:
     """Run one comparison per cluster; write its rows as soon as it ends."""
     options = parse_options()
     if options.show:
+        shown_rows(options.show, "train")  # raises if there is none
         show(latest_rows(options.show), new_console())
         return
     # Returning freed memory to the system causes page faults at every step; not returning it makes

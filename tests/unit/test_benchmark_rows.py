@@ -109,3 +109,25 @@ def test_rows_are_saved_one_by_one_and_shown_without_measuring(tmp_path, capsys)
     show = new_parser("Made.").parse_args(["--show", str(output)])
     assert report(show, (1 / 0 for _ in [0]), *kinds) == found == read_rows(output)
     assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize("failure", [OSError, ValueError])
+def test_rows_before_a_failure_are_printed(capsys, failure):
+    def measured() -> Iterator[Row]:
+        yield new_row(seconds=1.5)
+        raise failure("no second row")
+
+    kind = Kind("made", (Column("seconds", "seconds"),), lambda rows: [TARGET])
+    with pytest.raises(SystemExit if failure is OSError else failure, match="no second row"):
+        report(new_parser("Made.").parse_args([]), measured(), kind, expected=(OSError,))
+    printed = capsys.readouterr().out
+    assert "1.5" in printed
+    assert "targets" not in printed
+
+
+def test_file_of_another_benchmark_is_not_shown(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, [new_row()])
+    show = new_parser("Made.").parse_args(["--show", str(path)])
+    with pytest.raises(SystemExit, match="no row of 'other' in this file; it has rows of 'made'"):
+        report(show, (), Kind("other", ()))
