@@ -69,7 +69,14 @@ COLUMNS = (
 
 def targets(rows: Sequence[Row]) -> Iterator[Target]:
     """Poplar's collective calls and CPU seconds of a step, as multiples of FSDP2's."""
-    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+    by_case: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        same = {name: value for name, value in row.case.items() if name != "provider"}
+        by_case.setdefault(str(same), {})[row["provider"]] = row
+    for both in by_case.values():
+        if not {"poplar", "fsdp2"} <= both.keys():
+            continue
+        ours, theirs = both["poplar"], both["fsdp2"]
         for what, name, most in (
             ("collective calls over FSDP2's", "total_calls", MOST_CALLS),
             ("CPU seconds over FSDP2's", "p50_seconds", MOST_SECONDS),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from head_to_head.workers import WorkerContext
-from limited_ranks import MIB, largest, limited, on_ranks, prepare
+from limited_ranks import MIB, gains, largest, limited, on_ranks, prepare
 from rows import Column, Kind, Row, Target, new_parser, report
 from torch import Tensor, nn
 
@@ -32,6 +32,7 @@ ADAPTER_BYTES = 8192
 """From this size on, freed memory is returned to the system, as that of the adapters is when they
 are sharded."""
 WANTED = 1.8
+EVEN, BY_MEMORY = "even", "by memory"
 COLUMNS = (
     *(Column(name, name) for name in ("limits", "shares", "blocks")),
     Column("base MiB", lambda row: row["base_bytes"] / MIB, "{:.0f}"),
@@ -123,27 +124,22 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     limits, total = prepare(options.limits, options.largest), sum(options.limits)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(ADAPTER_BYTES)
     for name, shares in (
-        ("even", (1 / len(limits),) * len(limits)),
-        ("by memory", tuple(limit / total for limit in options.limits)),
+        (EVEN, (1 / len(limits),) * len(limits)),
+        (BY_MEMORY, tuple(limit / total for limit in options.limits)),
     ):
         given = options.width, limits, shares
         blocks = largest(lambda number, given=given: base_bytes(number, *given) > 0)
         case = {"limits": ":".join(map(str, options.limits)), "largest_mib": options.largest}
         case |= {"width": options.width, "shares": name}
-        figures = {"blocks": blocks, "base_bytes": base_bytes(blocks, *given)}
+        figures = {"blocks": blocks, "base_bytes": base_bytes(blocks, *given) if blocks else 0}
         yield Row.of("largest frozen base", case, figures)
 
 
 def targets(rows: Sequence[Row]) -> Iterator[Target]:
     """What shares by memory gain, by memory of the ranks."""
-    for limits in dict.fromkeys(row["limits"] for row in rows):
-        sizes = {row["shares"]: row["base_bytes"] for row in rows if row["limits"] == limits}
-        yield Target(
-            case=limits,
-            what="largest 4-bit base, shares by memory over even shares",
-            value=sizes["by memory"] / sizes["even"],
-            wanted=WANTED,
-        )
+    what = "largest 4-bit base, shares by memory over even shares"
+    for case, gain in gains(rows, "base_bytes", "shares", BY_MEMORY, EVEN):
+        yield Target(case=case, what=what, value=gain, wanted=WANTED)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from head_to_head.workers import WorkerContext
-from limited_ranks import MIB, largest, limited, on_ranks, prepare
+from limited_ranks import MIB, gains, largest, limited, on_ranks, prepare
 from rows import Column, Kind, Row, Target, new_parser, report
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -249,10 +249,12 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             return plan_of(blocks, width, limits, host_state)
 
         blocks = largest(lambda number: plan_for(number) is not None)
-        while not trains(train_poplar, blocks, plan := plan_for(blocks)):
+        while blocks and not trains(train_poplar, blocks, plan_for(blocks)):
             blocks -= max(1, blocks // 32)
+        plan = plan_for(blocks) if blocks else None
         yield row(engine, blocks, plan)
-    assert plan is not None
+    if plan is None:  # not even one block trains
+        return
     on_host = sum(s * plan.part_on_host(rank) for rank, s in enumerate(plan.shares))
     host_bytes = HOST_BYTES * on_host * blocks  # by elements of a block
     offloaded = int(host_bytes / FSDP2_STATE_BYTES)
@@ -261,14 +263,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 
 def targets(rows: Sequence[Row]) -> Iterator[Target]:
     """What state on the host gains, by memory of the ranks."""
-    for limits in dict.fromkeys(row["limits"] for row in rows):
-        numels = {row["engine"]: row["numel"] for row in rows if row["limits"] == limits}
-        yield Target(
-            case=limits,
-            what="largest model with state on the host over without",
-            value=numels[ON_HOST] / numels[ON_DEVICES],
-            wanted=WANTED,
-        )
+    what = "largest model with state on the host over without"
+    for case, gain in gains(rows, "numel", "engine", ON_HOST, ON_DEVICES):
+        yield Target(case=case, what=what, value=gain, wanted=WANTED)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import process_memory
 from head_to_head.clusters import free_ranks
 from head_to_head.workers import Workers, WorkersFailed
+from rows import Row
 
 MIB = 2**20
 
@@ -47,9 +48,26 @@ def on_ranks(attempt: Callable[..., Any], ranks: int, *given: Any) -> tuple[Any,
         return None
 
 
+def gains(
+    rows: Sequence[Row], size: str, name: str, with_it: str, without: str
+) -> Iterator[tuple[str, float | None]]:
+    """`size` of the rows called `with_it` over that of those called `without`, by their `name`.
+
+    For each memory of the ranks and width of the matrices that has both rows. None: nothing fits
+    without.
+    """
+    sizes: dict[str, dict[str, float]] = {}
+    for row in rows:
+        case = f"{row['limits']}, {row['largest_mib']} MiB, width {row['width']}"
+        sizes.setdefault(case, {})[row[name]] = row[size]
+    for case, own in sizes.items():
+        if {with_it, without} <= own.keys():
+            yield case, own[with_it] / own[without] if own[without] else None
+
+
 def largest(fits: Callable[[int], bool]) -> int:
-    """The most blocks that fit, to about 3 %."""
-    low, high = 1, 8
+    """The most blocks that fit, to about 3 %; 0: not even one."""
+    low, high = 0, 8
     while fits(high):
         low, high = high, 2 * high
     while high - low > max(1, low // 32):

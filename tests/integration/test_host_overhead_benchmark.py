@@ -60,6 +60,7 @@ def test_targets_are_ratios_to_fsdp2(rows: list[Row]) -> None:
     for calls, seconds, met in ((15, 1.2, [True, True]), (16, 1.21, [False, False])):
         found = host_overhead.targets([changed(rows[0], calls, seconds), theirs])
         assert [target.met for target in found] == met
+    assert not list(host_overhead.targets(rows[:1])), "FSDP2 was not measured"
 
 
 def test_bytes_are_those_that_this_rank_sends() -> None:
