@@ -26,6 +26,8 @@ from pathlib import Path
 
 from idle_states import prevent_idle_states
 
+SELF = Path("/proc/self")
+"""What the kernel says about this process."""
 PERIOD_US = 10_000
 """Microseconds after which a quota is refilled. A rank that has used its quota stops until then, so
 shorter periods are smoother; the kernel's minimum is 1 ms."""
@@ -103,16 +105,23 @@ def _candidates() -> Iterator[Version1]:
     """Own group first, then its ancestors: in v2, a group with processes cannot delegate quotas."""
     own: dict[str, str] = {}
     """This process's group by controller; v2 has the empty name."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in (SELF / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         own.update(dict.fromkeys(controllers.split(","), path))
-    for line in Path("/proc/self/mounts").read_text().splitlines():
+    for line in (SELF / "mounts").read_text().splitlines():
         _, point, kind, options, *_ = line.split()
         mount = Path(point)
         if kind == "cgroup" and "cpu" in options.split(","):
             yield from map(Version1, _ancestors(mount, own.get("cpu", "/")))
-        elif kind == "cgroup2" and "cpu" in (mount / "cgroup.controllers").read_text().split():
+        elif kind == "cgroup2" and "cpu" in _controllers(mount):
             yield from map(Version2, _ancestors(mount, own.get("", "/")))
+
+
+def _controllers(mount: Path) -> list[str]:
+    """The controllers of a tree of cgroup v2; none if they cannot be read."""
+    with suppress(OSError):
+        return (mount / "cgroup.controllers").read_text().split()
+    return []
 
 
 def _ancestors(mount: Path, path: str) -> Iterator[Path]:
@@ -175,18 +184,18 @@ def cpu_quotas(fractions: Sequence[float]) -> Iterator[Ranks]:
     """Ranks that get a fraction of a core each, independent of the others.
 
     Raises:
-        ValueError: a fraction that is too small for the kernel, or a sum above the number of cores
-            of this process.
+        ValueError: no fractions, one that is too small for the kernel, or a sum above the number of
+            cores of this process.
         EmulationUnavailable: this process may not create quotas.
     """
     for rank, fraction in enumerate(fractions):
-        if fraction * PERIOD_US < LEAST_QUOTA_US:
+        if not fraction * PERIOD_US >= LEAST_QUOTA_US:  # NaN too
             raise ValueError(
                 f"rank {rank}: {fraction} of a core is a quota of {fraction * PERIOD_US:g} us in a "
                 f"period of {PERIOD_US} us; the kernel's minimum is {LEAST_QUOTA_US} us"
             )
     cores = len(os.sched_getaffinity(0))
-    if sum(fractions) > cores * (1 + 1e-9):
+    if not fractions or sum(fractions) > cores * (1 + 1e-9):
         raise ValueError(
             f"fractions {tuple(fractions)} sum to {sum(fractions):g} cores, and this process may "
             f"use {cores}"

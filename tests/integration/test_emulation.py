@@ -142,12 +142,24 @@ def test_cores_are_not_kept_busy_after_a_kill():
     ("fractions", "complaint"),
     [
         ((0.5, 0.05), "rank 1: 0.05 of a core is a quota of 500 us .* minimum is 1000 us"),
+        ((-1.0,), "rank 0: -1.0 of a core"),
+        ((float("nan"),), "rank 0: nan of a core"),
+        ((), "sum to 0 cores"),
         ((1000.0, 1000.0), "sum to 2000 cores, and this process may use"),
     ],
 )
 def test_impossible_fractions_are_errors(fractions, complaint):
     with pytest.raises(ValueError, match=complaint), cpu_quotas(fractions):
         pass
+
+
+def test_tree_whose_controllers_cannot_be_read_gives_no_quotas(monkeypatch, tmp_path):
+    files = {"cgroup": "0::/\n", "mounts": f"cgroup2 {tmp_path} cgroup2 rw 0 0\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(emulation, "SELF", tmp_path)
+    with pytest.raises(EmulationUnavailable, match="no cgroup tree with it is mounted"):
+        emulation.find_hierarchy()
 
 
 def test_speeds_become_quotas_that_the_cores_allow(monkeypatch):
