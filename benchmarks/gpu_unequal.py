@@ -165,6 +165,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.device == "cpu":
         options.transports = ["staged"]  # in host memory anyway
+    if not min(options.percent) > 0:
+        parser.error(f"--percent must be above 0, got {options.percent}")
     return options
 
 

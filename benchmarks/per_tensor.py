@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from published_clusters.published import EVALUATIONS
 from published_clusters.row import rows_of
 from published_clusters.table import COLUMNS, findings, markdown
-from rows import Row, new_console, new_parser, read_rows, table_of, write_rows
+from rows import Row, new_console, new_parser, shown_rows, table_of, write_rows
 
 MODELS = tuple(dict.fromkeys(model for one in EVALUATIONS.values() for model in one.models))
 QUICK = ("hap-1", "heterog")
@@ -48,11 +48,15 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=MODELS, help="models")
     parser.add_argument("--markdown", action="store_true", help="print one Markdown table")
     arguments = parser.parse_args()
+    saved = shown_rows(arguments.show, "per_tensor") if arguments.show else None
     rows = [
         row
-        for row in (read_rows(arguments.show) if arguments.show else _simulated(arguments))
+        for row in (_simulated(arguments) if saved is None else saved)
         if row["cluster"] in arguments.cluster and row["model"] in arguments.model
     ]
+    if not rows:
+        clusters, models = ", ".join(arguments.cluster), ", ".join(arguments.model)
+        parser.error(f"no cluster of {clusters} has a model of {models}")
     if arguments.output:
         write_rows(arguments.output, rows)
     if arguments.markdown:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import sys
 import time
@@ -129,6 +130,17 @@ def pairs(clusters: Sequence[str], models: Sequence[str], *, quick: bool) -> lis
 def speeds_of(cluster: str) -> list[float]:
     """`4:2:1` as numbers."""
     return [float(speed) for speed in cluster.split(":")]
+
+
+def valid_cluster(text: str) -> str:
+    """A type of options: relative speeds such as `4:2:1`."""
+    try:
+        valid = all(0 < speed < math.inf for speed in speeds_of(text))
+    except ValueError:
+        valid = False
+    if not valid:
+        raise argparse.ArgumentTypeError(f"must be speeds and colons, such as 4:2:1, got {text!r}")
+    return text
 
 
 def measure_pair(ranks: Ranks, cluster: str, model: str, options: argparse.Namespace) -> list[Row]:
@@ -263,7 +275,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = new_parser(__doc__, quick="fewer steps and fewer pairs of model and cluster")
     several = {"nargs": "+"}
-    parser.add_argument("--clusters", **several, default=list(CLUSTERS), help="relative speeds")
+    parser.add_argument(
+        "--clusters", **several, type=valid_cluster, default=list(CLUSTERS), help="relative speeds"
+    )
     parser.add_argument(
         "--models", **several, choices=SUBJECTS, default=list(SUBJECTS), help="models"
     )

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ import torchrun
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import largest_base
+import largest_model
+import limited_ranks
+import per_tensor
 import per_tensor_measured
 from published_clusters.policies import POLICIES
 from published_clusters.published import EVALUATIONS
@@ -147,6 +152,30 @@ def test_saved_rows_are_shown(script):
 def test_saved_rows_of_slow_links_are_shown():
     printed = run("train", "--show", BENCHMARKS / "results" / "slow_links.jsonl")
     assert "int4" in printed
+
+
+@pytest.mark.parametrize(
+    ("script", "cases"), [(largest_base, [0, 0, 1]), (largest_model, [0, 0, 0, 0, *[1] * 5, 2, 2])]
+)
+def test_targets_are_those_of_complete_cases(script, cases):
+    saved = read_rows(BENCHMARKS / "results" / f"{script.__name__}.jsonl")
+    found = [len(list(script.targets(saved[:count]))) for count in range(len(saved) + 1)]
+    assert found == cases
+    wider = [replace(row, case={**row.case, "width": 2 * row["width"]}) for row in saved]
+    assert len(list(script.targets(saved + wider))) == 2 * cases[-1]
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 8, 30])
+def test_search_for_the_largest_model_ends_where_it_fits(most):
+    assert limited_ranks.largest(lambda blocks: blocks <= most) == most
+
+
+def test_cluster_without_the_model_is_a_usage_error(capsys, monkeypatch):
+    words = ["per_tensor.py", "--cluster", "heterog", "--model", "bert-base"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit):
+        per_tensor.main()
+    assert "no cluster of heterog has a model of bert-base" in capsys.readouterr().err
 
 
 def test_every_script_is_run_by_a_test():

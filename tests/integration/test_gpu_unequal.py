@@ -95,6 +95,12 @@ def row(**values: object) -> Row:
     )
 
 
+def test_percentages_must_be_above_0(capsys):
+    with pytest.raises(SystemExit):
+        gpu_unequal.parse_options(["--percent", "50", "0"])
+    assert "--percent must be above 0, got [50.0, 0.0]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("values", "met"),
     [

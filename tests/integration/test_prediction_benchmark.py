@@ -142,6 +142,13 @@ def test_regret_is_relative_to_the_fastest_other_plan():
     assert in_words(found).endswith("-15.0% in the median, above 2% in 1, at most +20.0%")
 
 
+@pytest.mark.parametrize("cluster", ["", "4:", "2:0", "2:-1", "nan:1", "inf", "a:b"])
+def test_clusters_that_are_no_speeds_are_usage_errors(capsys, cluster):
+    with pytest.raises(SystemExit):
+        prediction.parse_options(["--clusters", "2:1", cluster])
+    assert "must be speeds and colons, such as 4:2:1" in capsys.readouterr().err
+
+
 def test_errors_are_listed_by_cluster_and_for_all():
     found = by_cluster(rows({CHOSEN: 0.3, "even": 0.4}, error=-0.1))
     assert [(row["cluster"], row["plans"]) for row in found] == [("2:1", 2), ("all", 2)]
