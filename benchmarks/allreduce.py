@@ -31,8 +31,8 @@ from collectives.case import DTYPES, OPERATIONS
 from collectives.measure import ACROSS_HOSTS_ONLY, PROVIDERS, Request, measure, shares_of
 from collectives.row import COLUMNS
 from collectives.targets import HEADLINE, targets
-from launch import run_ranks
-from network import Hosts, emulated_network
+from launch import LaunchError, run_ranks
+from network import EmulationUnavailable, Hosts, emulated_network
 from rows import Kind, Row, at_least, new_parser, read_rows, report, write_rows
 
 SIZES = ("4KiB", "64KiB", "1MiB", "16MiB", "64MiB", "256MiB")
@@ -40,6 +40,7 @@ SHARES = ("70/10/10/10", "50/50/0/0", "90/10")
 ACROSS_HOSTS = ("gloo", "all-to-all", "process_group", *ACROSS_HOSTS_ONLY)
 """Providers that do not need shared memory."""
 KIND = Kind("allreduce", COLUMNS, targets)
+EXPECTED = (LaunchError, EmulationUnavailable, subprocess.CalledProcessError)
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}
 
 
@@ -56,7 +57,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             report(options, rows, KIND)
     else:
-        report(options, (row for ranks in options.ranks for row in start(options, ranks)), KIND)
+        rows = (row for ranks in options.ranks for row in start(options, ranks))
+        report(options, rows, KIND, expected=EXPECTED)
 
 
 def start(options: argparse.Namespace, ranks: int) -> list[Row]:

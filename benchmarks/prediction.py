@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from emulation import Ranks, cpu_quotas, measured_speeds, quotas_of
+from emulation import EmulationUnavailable, Ranks, cpu_quotas, measured_speeds, quotas_of
 from prediction_models import SUBJECTS, Batch, Subject
 from prediction_plans import part_unprofiled, plans_for
 from prediction_report import (
@@ -48,7 +48,7 @@ from rich.console import Console
 from rows import Kind, Row, at_least, new_console, new_parser, report, table_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from launch import run_ranks
+from launch import LaunchError, run_ranks
 
 from poplar import HeteroZeroOptimizer, Plan, predict, profile_cluster, simulate
 from poplar.planner.what_if import with_slower_devices
@@ -99,7 +99,12 @@ def main() -> None:
     # Freed memory that is returned to the system causes page faults in every step.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
-    rows = report(options, measure(options), Kind("prediction", COLUMNS))
+    rows = report(
+        options,
+        measure(options),
+        Kind("prediction", COLUMNS),
+        expected=(LaunchError, EmulationUnavailable, ValueError),
+    )
     console = new_console()
     console.print(table_of(by_cluster(rows), CLUSTER_COLUMNS))
     title = "chosen plan over the best other one"
