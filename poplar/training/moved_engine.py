@@ -60,7 +60,11 @@ def follow_plan(engine: Engine, update: ShardedUpdate, plan: Plan) -> None:
         elif new != flat.layout:
             strategy.change_layout(flat, new, None)
     for opaque in (opaque for unit in engine.units for opaque in unit.opaque):
-        strategy.change_opaque_layout(opaque, opaque_layout(opaque, plan, engine.comm))
+        new = opaque_layout(opaque, plan, engine.comm)
+        if new != opaque.layout:
+            what = f"moving unit {opaque.name}"
+            shard = engine.comm.reshard(opaque.shard, opaque.layout, new, what=what)
+            opaque.divide(new, engine.comm.share(shard))
     compare_kernels(engine, update, DOING)
     engine.follow(plan)
 

@@ -7,6 +7,7 @@ attribute, a wrapper subclass, integers, and integer buffers.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -213,8 +214,15 @@ def share_of_memory(kind: int) -> tuple[int, int, int]:
     optimizer.train_step(loss_of, own_part(plan))
     first = optimizer.memory()["parameters"]
     optimizer.apply_plan(plan_of(3, (0.1, 0.1, 0.8)))
+    moved = frozen_shards(optimizer)
+    optimizer.apply_plan(plan_of(3, (0.1, 0.1, 0.8)))
+    assert all(map(operator.is_, frozen_shards(optimizer), moved)), "equal shares move nothing"
     optimizer.train_step(loss_of, own_part(plan))
     return first, whole, optimizer.memory()["parameters"]
+
+
+def frozen_shards(optimizer: HeteroZeroOptimizer) -> list[Tensor]:
+    return [each.shard for unit in optimizer._training.engine.units for each in unit.opaque]
 
 
 @pytest.mark.parametrize("kind", [0, 2, 3])

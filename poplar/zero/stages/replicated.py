@@ -43,14 +43,6 @@ class Replicated(LocalAccumulation):
     def owned_part(self, layout: Layout, rank: int) -> tuple[int, int]:
         return 0, layout.numel
 
-    def replicate_initial_values(self, flat: FlatParameter) -> None:
-        super().replicate_initial_values(flat)
-        if flat.has_masters:
-            what = f"the broadcast of {flat.name}'s initial masters"
-            masters = flat.master.to(flat.device)
-            self.comm.broadcast(masters, 0, what=what)
-            flat.master.copy_(masters)
-
     def _new_gradient(self, flat: FlatParameter) -> Tensor:
         return self._allocate_sums(flat).data
 

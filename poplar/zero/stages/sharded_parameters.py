@@ -18,13 +18,9 @@ from torch import Tensor
 from poplar.comm import Communicator, Encoded, Work
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.zero.flat_parameter import FlatParameter, adopt_data
-from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.stages.sharded_gradients import ShardedGradients
 from poplar.zero.stages.strategy import encode_owned
 from poplar.zero.unit import Unit
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Types by bytes of an element, to compare bits."""
 
 
 class ShardedParameters(ShardedGradients):
@@ -64,9 +60,6 @@ class ShardedParameters(ShardedGradients):
     def stored_values(self, flat: FlatParameter) -> tuple[Tensor, int]:
         return flat.shard, flat.owned[0]
 
-    def replicate_initial_values(self, flat: FlatParameter) -> None:
-        """Nothing to send: each value is on one rank."""
-
     def bind_parameters(self, flat: FlatParameter) -> None:
         flat.detach_parameters()
 
@@ -75,11 +68,6 @@ class ShardedParameters(ShardedGradients):
         shard = self.comm.share(self.comm.reshard(flat.shard, flat.layout, new, what=what))
         flat.divide(new, new.bounds(self.comm.group.rank), shard, master)
         self.free_gradient(flat)
-
-    def change_opaque_layout(self, opaque: OpaqueBytes, new: Layout) -> None:
-        what = f"moving unit {opaque.name}"
-        shard = self.comm.reshard(opaque.shard, opaque.layout, new, what=what)
-        opaque.divide(new, self.comm.share(shard))
 
     def begin_step(self) -> None:
         """Also reshard persistent units, which an abandoned step leaves unsharded."""
@@ -162,13 +150,13 @@ class ShardedParameters(ShardedGradients):
         if low == high or not flat.values.untyped_storage().nbytes():
             return
         # Bits, because NaN differs from itself; by block, to keep little until the step ends.
-        bits = _BITS[flat.dtype.itemsize]
+        bits = torch.int32 if flat.dtype is torch.float32 else torch.int16
         differs = flat.values[low:high].view(bits) != self._sent_values(flat).view(bits)
         changed = differs.view(-1, ALIGNMENT).any(1)
         for position in replaced:
             part = None if flat.can_adopt(position) else flat.owned_part(position)
             if part is not None:
-                changed[part.start // ALIGNMENT : -(-part.stop // ALIGNMENT)] = True
+                changed[_blocks(part)] = True
         self._noted[flat] = self._noted[flat] | changed if flat in self._noted else changed
 
     def _sent_values(self, flat: FlatParameter) -> Tensor:
@@ -188,9 +176,8 @@ class ShardedParameters(ShardedGradients):
         for flat, on_device in noted.items():
             changed = on_device.tolist()  # one read per flat parameter: each waits for the device
             for position, name in enumerate(flat.names):
-                start, stop = flat.owned_range(position)
-                first = (flat.offsets[position] - flat.owned[0] + start) // ALIGNMENT
-                if any(changed[first : first - (start - stop) // ALIGNMENT]):
+                part = flat.owned_part(position)
+                if part is not None and any(changed[_blocks(part)]):
                     names.append(name)
         return names
 
@@ -220,6 +207,11 @@ class ShardedParameters(ShardedGradients):
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
         """Nothing to send: the next unshard sends the new shards."""
+
+
+def _blocks(part: slice) -> slice:
+    """The blocks of the owned part in which these elements are."""
+    return slice(part.start // ALIGNMENT, -(-part.stop // ALIGNMENT))
 
 
 def _allocate_values(unit: Unit) -> None:

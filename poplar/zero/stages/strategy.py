@@ -35,7 +35,6 @@ from poplar.comm.shard_layout import Layout
 from poplar.values.communication import BITS, EXACT, Communication, Precision
 from poplar.zero.checks.placeholder_gradient import put_back, replaced_after_the_passes
 from poplar.zero.flat_parameter import FlatParameter, layout_on_rank
-from poplar.zero.opaque_parameter import OpaqueBytes
 from poplar.zero.shard_cuts import layouts_under
 from poplar.zero.stages.reduction import reductions_on
 from poplar.zero.streams import DeviceClock, HostCopies, Timing, streams_of
@@ -197,12 +196,6 @@ class Strategy(ABC):
         if flat.master is not flat.shard:
             _copy_overlap(flat.master, flat.owned[0], data, start)
 
-    def replicate_initial_values(self, flat: FlatParameter) -> None:
-        """Give all ranks the first rank's values of what all of them store. Collective."""
-        self.comm.broadcast(flat.values, 0, what=f"the broadcast of {flat.name}'s initial values")
-        if flat.is_hosted and not flat.has_masters:
-            flat.master.copy_(flat.shard)
-
     def bind_parameters(self, flat: FlatParameter) -> None:
         """Give the user's parameters their values, or NaN while they are sharded. Local."""
         flat.attach_parameters()
@@ -215,10 +208,6 @@ class Strategy(ABC):
         low, high = owned = new.bounds(self.comm.group.rank)
         flat.divide(new, owned, flat.values[low:high], master)
         self.free_gradient(flat)
-
-    def change_opaque_layout(self, opaque: OpaqueBytes, new: Layout) -> None:
-        """Change the layout of sharded opaque tensors. Collective, between steps."""
-        raise AssertionError("opaque tensors are not sharded")
 
     @abstractmethod
     def _new_gradient(self, flat: FlatParameter) -> Tensor:

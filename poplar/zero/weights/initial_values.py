@@ -128,7 +128,8 @@ class InitialValues:
                 separate_elements(buffer)
                 buffer.copy_(values)
         for flat in layouts:
-            strategy.replicate_initial_values(flat)
+            if not (strategy.shards_parameters or flat.is_local):
+                _replicate(flat, strategy, control)
             strategy.bind_parameters(flat)
 
     def _write(self, store: _Store, random_state: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -144,6 +145,16 @@ class InitialValues:
             store.write(parameter, start, files.read(name, start, stop))
         saved = [b for b in self.model.buffers() if id(b) in self.names]
         return [(buffer, files.read_whole(self.names[id(buffer)])) for buffer in saved]
+
+
+def _replicate(flat: FlatParameter, strategy: Strategy, control: Control) -> None:
+    """Give all ranks the first rank's values of what all of them store. Collective."""
+    masters = flat.master.to(flat.device)
+    stored = {f"{flat.name}'s initial values": flat.values}
+    if strategy.replicates_state and flat.has_masters:
+        stored[f"{flat.name}'s initial masters"] = masters
+    replicate(stored, strategy.comm, control, doing=_DOING)
+    flat.master.copy_(masters if flat.has_masters else flat.shard)
 
 
 def _identity(on_meta: bool, files: WeightFiles | None, function: Initializer | None) -> str:
