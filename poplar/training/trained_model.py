@@ -441,19 +441,13 @@ class _NoEngine:
     """Replaces the engine after `release`, and on a rank that is left out."""
 
     def __init__(self, why: str) -> None:
-        self.__dict__["why"] = why
+        self.why = why
 
-    def __getattr__(self, name: str) -> Any:
+    def _raise(self, *_: object) -> Any:
         raise RuntimeError(self.why)
 
-    def __len__(self) -> int:  # `if optimizer.state:` in torch, which else would call `step`
-        raise RuntimeError(self.why)
-
-    def __iter__(self) -> Any:
-        raise RuntimeError(self.why)
-
-    def __getitem__(self, key: object) -> Any:
-        raise RuntimeError(self.why)
+    # `__len__` for `if optimizer.state:` in torch, which else would call `step`
+    __getattr__ = __len__ = __iter__ = __getitem__ = _raise
 
 
 def _weak_method(method: Callable[[], None]) -> Callable[[], None]:

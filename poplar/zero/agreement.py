@@ -13,7 +13,6 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TypeVar
 
 import torch
@@ -127,13 +126,10 @@ def raise_on_any_error(
 
 def run_on_all_ranks(control: Control, work: Callable[[], T], *, doing: str) -> T:
     """The result of `work`, if it fails on no rank; else as `raise_on_any_error`. Collective."""
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as failure:
-        error = failure
+    results: list[T] = []
+    error = caught(lambda: results.append(work()))
     raise_on_any_error(control, error, doing=doing)
-    return result
+    return results[0]
 
 
 def raise_on_all_ranks(
@@ -242,26 +238,28 @@ def close_step(
     if settings.tensors:
         rows[comm.group.rank, _SETTINGS] = settings.checksum(rows.device)
     pending = gather_rows(comm, rows, what="the loss and the gradient norm")
-    outcome = [_failure(error), float(too_large), float(may_run_again)]
-    outcome += [float(settings.has_hooks), settings.digest, float(wants_to_agree)]
+    fails_itself = error is not None and not isinstance(error, LeaderFailed)
+    outcome = [float(error is not None), float(fails_itself), float(too_large)]
+    outcome += [float(may_run_again), float(settings.has_hooks), settings.digest]
+    outcome += [float(wants_to_agree)]
     outcome += [times.compute_seconds, times.waiting_seconds, *times.work]
     head = torch.tensor(outcome, dtype=torch.float64, device="cpu")
     received = control.exchange(torch.cat([head, _used(flats)]), what="closing a step")()
     pending.wait()
     if any(bool(values[0]) for values in received):
-        _raise_if_too_large(control, [values[:3].tolist() for values in received])
+        _raise_if_too_large(control, [values[1:4].tolist() for values in received])
         raise_on_all_ranks(control, error, doing="a step")
-    if any(values[4] != received[0][4] for values in received):
+    if any(values[5] != received[0][5] for values in received):
         reject_different_settings(control, settings.by_name())
     return StepSummary(
         losses=rows[:, _LOSS].view(torch.float64),
         norm_type=norm_type,
         norm=combine_norm(rows, norm_type),
         unused=_unused(flats, [values[len(head) :].tolist() for values in received]),
-        times=_times(values[6 : len(head)].tolist() for values in received),
-        wants_to_agree=any(bool(values[5]) for values in received),
+        times=_times(values[7 : len(head)].tolist() for values in received),
+        wants_to_agree=any(bool(values[6]) for values in received),
         checksums=rows[:, _CHECKSUM],
-        has_hooks=any(bool(values[3]) for values in received),
+        has_hooks=any(bool(values[4]) for values in received),
         settings=rows[:, _SETTINGS] if settings.tensors else None,
     )
 
@@ -298,21 +296,6 @@ def reject_different_settings(control: Control, mine: Mapping[str, str]) -> None
     )
 
 
-class Failure(IntEnum):
-    """Whether a rank could finish the passes of a step."""
-
-    NONE = 0
-    OWN = 1
-    OF_LEADER = 2
-    """It could not, because another rank has failed."""
-
-
-def _failure(error: BaseException | None) -> float:
-    if error is None:
-        return float(Failure.NONE)
-    return float(Failure.OF_LEADER if isinstance(error, LeaderFailed) else Failure.OWN)
-
-
 def _raise_if_too_large(control: Control, outcomes: Sequence[Sequence[float]]) -> None:
     """Raise if the step can be run again in smaller micro-batches, from the outcomes of all ranks.
 
@@ -320,10 +303,10 @@ def _raise_if_too_large(control: Control, outcomes: Sequence[Sequence[float]]) -
     """
     batches = {}
     by_rank = control.group.by_name(outcomes)
-    for rank, (failed, too_large, may_run_again) in by_rank.items():
-        if not may_run_again or (failed == Failure.OWN and too_large < 2):
+    for rank, (fails_itself, too_large, may_run_again) in by_rank.items():
+        if not may_run_again or (fails_itself and too_large < 2):
             return
-        if failed == Failure.OWN:
+        if fails_itself:
             batches[rank] = int(too_large)
     if batches:
         raise agreed(MicroBatchesTooLarge(batches))

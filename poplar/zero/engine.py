@@ -44,6 +44,8 @@ class Engine:
             check_step: as for `EngineHooks`.
         """
         self.model, self.units = model, tuple(units)
+        self.flats = [flat for unit in units for flat in unit.flats]
+        self.trained = [flat for unit in units for flat in unit.trained]
         self.strategy, self.comm, self.control = strategy, strategy.comm, control
         strategy.prepare(self.units)
         self.scheduler = CollectiveScheduler(self.units, strategy, control)
@@ -80,14 +82,6 @@ class Engine:
     def allow_loss_of(self, free_state: Callable[[], object]) -> None:
         """Call `free_state` before a pass that cannot be completed otherwise stops all ranks."""
         self._free_state = free_state
-
-    @property
-    def flats(self) -> list[FlatParameter]:
-        return [flat for unit in self.units for flat in unit.flats]
-
-    @property
-    def trained(self) -> list[FlatParameter]:
-        return [flat for unit in self.units for flat in unit.trained]
 
     # A step.
 

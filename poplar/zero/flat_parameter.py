@@ -113,7 +113,7 @@ class FlatParameter(UnshardedBuffer):
         self.separate = tuple(step is not None for step in given)
         """Which parameters, or parts, are updated as tensors of their own."""
         self.device = self.parameters[0].device
-        self.offsets, self.numel = _aligned_offsets([p.numel() for p in self.parameters])
+        self.offsets, self.numel = aligned_offsets([p.numel() for p in self.parameters])
         self.used: set[int] = set()
         """Positions of the parameters that got a gradient on this rank in this step."""
         self.removed: Set[int] = set()
@@ -496,7 +496,8 @@ def _places_of(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
     )
 
 
-def _aligned_offsets(numels: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def aligned_offsets(numels: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Where parts of these sizes begin in a buffer, and the size of the buffer."""
     offsets, end = [], 0
     for numel in numels:
         offsets.append(end)

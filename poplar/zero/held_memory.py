@@ -71,13 +71,24 @@ def held_memory(
     engine: Engine, update: ShardedUpdate, *, predicted: int | None = None
 ) -> HeldMemory:
     """The training state, gradients and buffers on this rank."""
-    storages = _Storages()
+    seen: set[int] = set()
+
+    def count(tensors: Iterable[Tensor]) -> int:
+        """Bytes of the storages that were not counted before."""
+        total = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+        return total
+
     flats, trained = engine.flats, engine.trained
     managed = {id(parameter) for flat in flats for parameter in flat.parameters}
     whole = (*engine.model.parameters(), *engine.model.buffers())
     others = [part for t in whole if id(t) not in managed for part in component_tensors(t)]
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
-    parameters = storages.add([*(buffer.shard for buffer in buffers), *others])
+    parameters = count([*(buffer.shard for buffer in buffers), *others])
     cached = engine.comm.cached_bytes()
     hosted = [flat.master for flat in trained if flat.is_hosted]
     gradients = [flat.gradient for flat in trained]
@@ -88,35 +99,18 @@ def held_memory(
     return HeldMemory(
         {
             "parameters": parameters,
-            "unsharded": storages.add(buffer.values for buffer in buffers),
-            "masters": storages.add(flat.master for flat in trained if not flat.is_hosted)
-            + storages.add(flat.sent for flat in trained if flat.sent is not None),
-            "optimizer": storages.add(update.state_tensors(hosted=False)),
-            "host": storages.add([*hosted, *update.state_tensors(hosted=True)]),
-            "gradients": storages.add([*gradients, *own]),
-            "buckets": storages.add(in_flight) + cached.private,
+            "unsharded": count(buffer.values for buffer in buffers),
+            "masters": count(flat.master for flat in trained if not flat.is_hosted)
+            + count(flat.sent for flat in trained if flat.sent is not None),
+            "optimizer": count(update.state_tensors(hosted=False)),
+            "host": count([*hosted, *update.state_tensors(hosted=True)]),
+            "gradients": count([*gradients, *own]),
+            "buckets": count(in_flight) + cached.private,
             "shared_memory": cached.shared,
         },
         peak=devices.peak_memory(flats[0].device),
         predicted=predicted,
     )
-
-
-class _Storages:
-    """Storages that have been counted."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-
-    def add(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of the storages that were not counted before."""
-        total = 0
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in self._seen:
-                self._seen.add(storage.data_ptr())
-                total += storage.nbytes()
-        return total
 
 
 def smaller_batches_message(too_large: Mapping[int, int]) -> str:

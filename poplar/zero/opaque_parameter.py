@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from poplar.comm.shard_layout import ALIGNMENT, Layout
+from poplar.comm.shard_layout import Layout
 from poplar.system.storage import with_own_storage
 from poplar.zero.absent_parameter import AbsentValues, absent_class, classes_of, direct_access
-from poplar.zero.flat_parameter import PACKABLE, UnshardedBuffer
+from poplar.zero.flat_parameter import PACKABLE, UnshardedBuffer, aligned_offsets
 
 SMALL_BYTES = 1024
 """Memory up to this size stays on every rank: scalars, and tables that parameters may share."""
@@ -180,10 +180,7 @@ class OpaqueBytes(UnshardedBuffer):
         """The parameters and buffers themselves."""
         self._memories = [memory for inside in memories for memory in inside]
         self._sizes = [memory[0].nbytes for memory in self._memories]
-        self._offsets, self.numel = [], 0
-        for size in self._sizes:
-            self._offsets.append(self.numel)
-            self.numel += -(-size // ALIGNMENT) * ALIGNMENT
+        self._offsets, self.numel = aligned_offsets(self._sizes)
         self.holders = [tensor for memory in self._memories for tensor in memory]
         """The plain tensors that use this memory."""
         # A wrapper subclass has no memory of its own, but must not be read either.

@@ -236,9 +236,6 @@ def check_request(given: Arguments, group: Group) -> Request:
     _check_dtype("compute_dtype", given.compute_dtype, allowed=("auto",))
     _check_dtype("reduce_dtype", given.reduce_dtype)
     factored = factored_layers(model, plan.factored if plan is not None else (), set(group_of))
-    unknown = set(given.local).difference(name for name, _ in model.named_parameters())
-    if unknown:
-        raise ValueError(f"local: the model has no parameters {sorted(unknown)}")
     classes = optimizer_classes(
         given.optimizer_class, given.options, groups, device, given.granularity
     )

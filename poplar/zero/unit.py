@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.step.units import MAX_FLAT_BYTES, MERGED_UNIT_BYTES, cut, merged
-from poplar.values.plan import Plan, UnitPlan
+from poplar.values.plan import Plan
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.opaque_parameter import Memory, OpaqueBytes
 
@@ -302,7 +302,7 @@ def check_unit_names(plan: Plan | None, units: Sequence[Unit], blocks: Sequence[
     for unit in named:
         if unit.recomputed_on:
             blocks_of(unit.name, blocks)
-    followed = {unit.name for unit in named if not is_only_recomputed(unit)}
+    followed = {u.name for u in named if u.persistent or u.shares or not u.recomputed_on}
     unknown = sorted(followed - set(known))
     if unknown:
         raise ValueError(
@@ -310,11 +310,6 @@ def check_unit_names(plan: Plan | None, units: Sequence[Unit], blocks: Sequence[
             "the plan from a profile of this model, or leave them out: dataclasses.replace(plan, "
             "units=())"
         )
-
-
-def is_only_recomputed(unit: UnitPlan) -> bool:
-    """Whether the entry sets nothing but the ranks that recompute the unit."""
-    return bool(unit.recomputed_on) and not unit.persistent and unit.shares is None
 
 
 def shares_by_unit(plan: Plan | None) -> Mapping[str, Shares]:

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeGuard
@@ -219,7 +218,8 @@ class ShardedUpdate:
             source, inner = fetched or run.flat, self._inners[run.group]
             assert run.tensor is not None
             run.tensor.grad = run.part(source.gradient)
-            low = run.part(source.shard) if _has_low_precision(run.flat) else None
+            is_written = run.flat.shard is not run.flat.master and not run.flat.sends_differences
+            low = run.part(source.shard) if is_written else None
             stepped.setdefault(inner, {})[run.tensor] = low
             if not _has_exact_kernel(inner):  # which does so itself
                 self.take_written_values(run.flat, run.start, run.stop)
@@ -643,8 +643,14 @@ def _step_inner(
             return {}
         found_inf = None
     if takes_scalars:
-        with _amp_scalars(inner, factor, found_inf):
+        inverse = None if factor is None else factor.reciprocal()
+        scalars = {"grad_scale": inverse, "found_inf": found_inf}
+        vars(inner).update(scalars)  # as `torch.amp.GradScaler` does
+        try:
             _step_fused(inner, tensors, starting)
+        finally:
+            for name in scalars:
+                vars(inner).pop(name, None)
     else:
         if factor is not None and float(factor) != 1.0:
             for tensor in tensors:
@@ -687,25 +693,6 @@ def _step_fused(
         for tensor, gradient in gradients.items():
             tensor.grad = gradient if tensor in part else None
         inner.step()
-
-
-@contextmanager
-def _amp_scalars(
-    inner: torch.optim.Optimizer, factor: Tensor | None, found_inf: Tensor | None
-) -> Iterator[None]:
-    """Pass the scalars to a fused optimizer of torch, as `torch.amp.GradScaler` does."""
-    given = {"grad_scale": None if factor is None else factor.reciprocal(), "found_inf": found_inf}
-    vars(inner).update(given)
-    try:
-        yield
-    finally:
-        for name in given:
-            vars(inner).pop(name, None)
-
-
-def _has_low_precision(flat: FlatParameter) -> bool:
-    """Whether the update writes low-precision values beside the masters."""
-    return flat.shard is not flat.master and not flat.sends_differences
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
