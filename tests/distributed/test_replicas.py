@@ -164,6 +164,37 @@ def test_failed_step_does_not_disturb_the_check(ranks):
         ] * 3
 
 
+def start_with_exchanged_tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Own initial values and those after two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    if at.rank() == 1:  # as if it had drawn them in another order
+        model[0].weight, model[1].weight = model[1].weight, model[0].weight
+    before = torch.cat([p.detach().clone() for p in model.parameters()])
+    optimizer = HeteroZeroOptimizer(
+        model.to(at.device()),
+        torch.optim.AdamW,
+        stage=0,
+        process_group=at.group(),
+        compute_dtype=dtype,
+        lr=0.01,
+    )
+    for step in range(2):
+        torch.manual_seed(10 * step + at.rank())
+        batch = torch.rand(3, 64).to(at.device())
+        optimizer.train_step(lambda model, x: model(x).float().square().mean(), batch)
+    optimizer.verify_replicas()
+    return before, torch.cat([p.detach().cpu() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_ranks_that_initialize_in_another_order_get_the_first_ranks_values(ranks, dtype):
+    (before, after), *others = ranks.run(start_with_exchanged_tensors, dtype)
+    assert not torch.equal(others[0][0], before)
+    for _, own in others:
+        assert torch.equal(own, after)
+
+
 # Ranks that run other kernels
 
 

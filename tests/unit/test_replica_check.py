@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,20 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poplar.zero.checks import replica_check
-from poplar.zero.checks.replica_check import ReplicaCheck, checksum
+from poplar.zero.checks.replica_check import ReplicaCheck, bit_checksum, checksum
 from poplar.zero.streams import Streams
 
 WORDS = (1 << 64) - 1
 
 
-def slow_checksum(tensors: list[torch.Tensor]) -> int:
+def slow_checksum(tensors: list[torch.Tensor], most_lanes: int) -> int:
     """The definition, with Python's integers."""
-    odd, total = replica_check._ODD, 0
+    total = 0
     for tensor in tensors:
-        words = [word & WORDS for word in tensor.view(torch.int64).tolist()]
-        total = total * odd + sum(
-            word * pow(odd, position % 32, 1 << 64) for position, word in enumerate(words)
-        )
+        words = tensor.view(torch.int32).tolist()
+        lanes = min(most_lanes, 1 << (len(words) // replica_check._ROWS).bit_length())
+        sums = [0] * lanes
+        for position, word in enumerate(words):
+            sums[position % lanes] = sums[position % lanes] * replica_check._ROW + word
+        own = sum(value * replica_check._LANE**lane for lane, value in enumerate(sums))
+        total = total * replica_check._TENSOR + own
     return replica_check._signed(total & WORDS)
 
 
@@ -32,10 +36,12 @@ def random_tensors(blocks: list[int], seed: int) -> list[torch.Tensor]:
     return [torch.randn(64 * count, generator=generator) for count in blocks]
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 1000))
-def test_equals_its_definition(blocks, seed):
+@pytest.mark.parametrize("lanes", [32, replica_check._LANES])
+@given(blocks=st.lists(st.integers(0, 9), min_size=1, max_size=4), seed=st.integers(0, 1000))
+def test_equals_its_definition(lanes, blocks, seed):
     tensors = random_tensors(blocks, seed)
-    assert int(checksum(tensors)) == slow_checksum(tensors)
+    with mock.patch.object(replica_check, "_LANES", lanes):
+        assert int(checksum(tensors)) == slow_checksum(tensors, lanes)
 
 
 @given(st.integers(1, 50), st.data())
@@ -68,6 +74,40 @@ def test_nan_and_both_zeros_are_compared_by_their_bits():
 def test_tensors_in_another_order_have_another_checksum():
     first, second = random_tensors([1, 1], seed=0)
     assert int(checksum([first, second])) != int(checksum([second, first]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("size", [1, 16, 64, 1000, 1 << 15])
+def test_exchanged_parts_change_it(dtype, size):
+    """Models whose ranks initialize tensors of one shape in another order have such parts."""
+    parts = list((30 * torch.randn(4, size)).to(dtype))
+    parts[0][0] = 99  # also if they have one element
+    before = int(bit_checksum(torch.cat(parts)))
+    for first in range(3):
+        for second in range(first + 1, 4):
+            order = list(range(4))
+            order[first], order[second] = second, first
+            exchanged = torch.cat([parts[i] for i in order])
+            is_equal = torch.equal(parts[first], parts[second])
+            assert (int(bit_checksum(exchanged)) == before) == is_equal
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("one", [2.0, -1.0])
+def test_place_of_a_changed_upper_bit_counts(dtype, one):
+    """So exchanged elements count, too, that differ in these bits only."""
+    with mock.patch.object(replica_check, "_LANES", 64):
+        values = torch.ones(1 << 10, dtype=dtype)
+        sums = set()
+        for position in range(values.numel()):
+            values[position] = one
+            sums.add(int(bit_checksum(values)))
+            values[position] = 1.0
+    assert len(sums) == values.numel()
+
+
+def test_a_checksum_keeps_no_other_memory():
+    assert checksum([torch.ones(1 << 14)]).untyped_storage().nbytes() == 8
 
 
 def checked_updates(updates: int, ranks: int = 2) -> list[int]:

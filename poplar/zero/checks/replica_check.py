@@ -26,10 +26,15 @@ PERIOD = 100
 """Number of updates from one check to the next. A check reads each parameter once, which is less
 than an update moves, so checks cost less than 1 % of the updates."""
 
-_LANES = 32
-"""int64 words in 64 fp32 elements, to a multiple of which flat parameters are padded."""
-_ODD = 0x9E3779B97F4A7C15
-"""An odd constant, so that products modulo 2^64 lose no bits; this one has no regular pattern."""
+_LANES = 1 << 20
+"""Most words that are added at a time, each to its own lane: 4 MiB, and 8 MiB of sums. More would
+make these temporary sums larger; fewer would take a GPU longer to launch than to read."""
+_ROWS = 8
+"""About so many words are added to each lane of a small tensor: its sums take less memory."""
+_LANE = 0x9E3779B97F4A7C15
+_ROW = 0x94D049BB133111EB
+_TENSOR = 0xD1B54A32D192ED03
+"""Odd constants, so that products modulo 2^64 lose no bits; these have no regular pattern."""
 
 
 class ReplicaCheck:
@@ -151,19 +156,30 @@ def differing_parameters(
 
 
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """A checksum of the bits of tensors: one int64 on their device, exact in any order.
+    """A checksum of the bits of tensors: one int64 on the first one's device, exact in any order.
 
-    Each tensor has a multiple of 64 elements. There is one sum modulo 2^64 per lane: changes of
-    opposite sign cancel within a lane, so a single sum would miss many small changes.
+    Each tensor has a multiple of 4 bytes. Every 32-bit word is multiplied by an odd factor of its
+    own and added modulo 2^64, so each changed bit counts, and so do exchanged words. Words of 64
+    bits would not do: two odd factors have an even difference, which can cancel the upper bits.
     """
-    number = min(_LANES, *(8 * tensor.itemsize for tensor in tensors))
-    lanes = torch.zeros(number, dtype=torch.int64, device=tensors[0].device)
+    device = tensors[0].device
+    total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
-        words = tensor.detach().view(torch.int64).view(-1, number)
-        lanes = words.sum(0).to(lanes.device).add_(lanes, alpha=_signed(_ODD))
-    while lanes.numel() > 1:  # adds lane * _ODD ** lane, without constants in device memory
+        words = _word_sum(tensor.detach().view(torch.int32))
+        total = torch.add(words.to(device), total, alpha=_signed(_TENSOR))
+    return total
+
+
+def _word_sum(words: Tensor) -> Tensor:
+    """The sum of words times `_ROW ** row * _LANE ** lane`; the last row is row 0 of its lanes."""
+    number = min(_LANES, 1 << (words.numel() // _ROWS).bit_length())
+    lanes = torch.zeros(number, dtype=torch.int64, device=words.device)
+    for row in words.split(number):
+        sums = lanes[: len(row)]
+        torch.add(row, sums, alpha=_signed(_ROW), out=sums)
+    while lanes.numel() > 1:  # without constants in device memory
         half = lanes.numel() // 2
-        lanes = torch.add(lanes[:half], lanes[half:], alpha=_signed(pow(_ODD, half, 1 << 64)))
+        lanes = lanes[:half].add_(lanes[half:], alpha=_signed(pow(_LANE, half, 1 << 64)))
     return lanes[0]
 
 
@@ -189,9 +205,9 @@ def replicate(
 def bit_checksum(tensor: Tensor) -> Tensor:
     """As `checksum`, of one tensor of any size and dtype."""
     data = as_bytes(tensor.resolve_conj().contiguous())
-    whole = data.numel() // 64 * 64
-    rest = torch.nn.functional.pad(data[whole:], (0, whole + 64 - data.numel()))
-    return checksum([data[:whole].clone() if data.data_ptr() % 8 else data[:whole], rest])
+    whole = data.numel() // 4 * 4
+    rest = torch.nn.functional.pad(data[whole:], (0, whole + 4 - data.numel()))
+    return checksum([data[:whole].clone() if data.data_ptr() % 4 else data[:whole], rest])
 
 
 def _signed(word: int) -> int:
