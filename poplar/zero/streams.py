@@ -164,18 +164,19 @@ class ComputeSpan:
         self._before = mark()
         self.end: Any = None
         """The mark at its end."""
-        self._stalls = len(step.stalls)
+        self._waited, self._stalls = step.host_seconds, len(step.stalls)
 
     def stop(self) -> ComputeSpan:
         """The part ends here."""
         self.end = self._mark()
+        self._waited = self._step.host_seconds - self._waited
         self._inside = self._step.stalls[self._stalls :]
         return self
 
     def seconds(self) -> float:
         """Seconds without the waits inside."""
         stalled = sum(seconds_between(*stall) for stall in self._inside)
-        return max(0.0, seconds_between(self._before, self.end) - stalled)
+        return max(0.0, seconds_between(self._before, self.end) - stalled - self._waited)
 
 
 def seconds_between(before: Any, after: Any) -> float:
@@ -224,10 +225,16 @@ class StepTiming:
     """The passes and waits of one step."""
 
     def __init__(self) -> None:
+        self.host_seconds = 0.0
+        """Seconds that the host has waited."""
         self.stalls: list[tuple[Any, Any]] = []
-        """Waits: of a stream, each between two events; of the host, 0 and its seconds."""
+        """Waits of a stream, each between two events."""
         self._spans: list[ComputeSpan] = []
         self._work = PassWork()
+
+    def add(self, seconds: float) -> None:
+        """Add a wait of the host."""
+        self.host_seconds += seconds
 
     def add_span(self, span: ComputeSpan) -> None:
         """Add a part in which this rank computed."""
@@ -252,7 +259,7 @@ class StepTiming:
         """Seconds waited so far. Synchronizes with the device unless `is_known`."""
         for event in self.last_events:
             event.synchronize()
-        return sum(seconds_between(*stall) for stall in self.stalls)
+        return self.host_seconds + sum(seconds_between(*stall) for stall in self.stalls)
 
     def times(self) -> RankTimes:
         """The times so far. Synchronizes with the device unless `is_known`."""
@@ -290,7 +297,7 @@ class Timing:
             with self.stall(what):
                 work.wait()
         else:
-            self.step.stalls.append((0.0, float(work.wait())))
+            self.step.add(work.wait())
 
     @contextmanager
     def stall(self, what: str) -> Iterator[None]:

@@ -449,6 +449,15 @@ def streams() -> TimedStreams:
     return TimedStreams()
 
 
+def test_waits_of_the_host_are_one_number() -> None:
+    """Evaluation may wait any number of times between two steps."""
+    timing = Timing(Streams(), Trace())
+    for _ in range(3):
+        timing.wait_for(mock.Mock(wait=lambda: 0.5), "a collective")
+    assert timing.step.stalls == []
+    assert timing.latest().waiting_seconds == 1.5
+
+
 def test_waits_of_a_device_are_read_when_it_has_passed_them(streams: TimedStreams) -> None:
     timing = Timing(streams, Trace())
     for milliseconds in (30.0, 50.0):
