@@ -353,6 +353,21 @@ def steps_between_changes(run: Run, plans: Sequence[Plan]) -> Any:
     return losses, training.whole_parameters(model, optimizer)
 
 
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_ranks_agree_after_changes_under_compressed_communication(ranks: Pool, stage: int) -> None:
+    sent = Communication.of("int8", stage)
+    around = [plan_of(stage, 1), plan_of(stage, 0), plan_of(stage), plan_of(stage, 2, 3)]
+    run = Run(Recipe(spec=SPEC, batches=(12,) * 3), plan_of(stage))
+    compressed = replace(run, plan=replace(run.plan, communication=sent))
+    plans = [replace(plan, communication=sent) for plan in around]
+    (losses, parameters), *others = ranks.run(steps_between_changes, compressed, plans)
+    for other in others:
+        training.assert_same(other[1], parameters)
+        assert other[0] == losses
+    (exact, _), *_ = ranks.run(steps_between_changes, run, around)
+    assert losses == pytest.approx(exact, rel=0.02)
+
+
 def random_precision(chance: random.Random, plan: Plan) -> Plan:
     """The plan with a random precision of what is sent."""
     given = chance.choice(("exact", "int8", "int8", "int4"))
