@@ -446,7 +446,7 @@ class _NoEngine:
     def _raise(self, *_: object) -> Any:
         raise RuntimeError(self.why)
 
-    # `__len__` for `if optimizer.state:` in torch, which else would call `step`
+    # `__len__` must raise too: torch tests `if optimizer.state:`, and would call `step`.
     __getattr__ = __len__ = __iter__ = __getitem__ = _raise
 
 

@@ -39,6 +39,8 @@ _FLAGS = 52
 """Flags of parameters in a word: what a float64 holds exactly."""
 _SETTINGS = _CHECKSUM + 1
 """Index of the checksum of the settings that are tensors in a row."""
+_FAILS, _FAILS_ITSELF, _TOO_LARGE, _MAY_RUN_AGAIN, _HAS_HOOKS, _DIGEST, _AGREES, _TIMES = range(8)
+"""Indices of what the hosts of the ranks send each other to close a step."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,7 @@ def close_step(
     if settings.tensors:
         rows[comm.group.rank, _SETTINGS] = settings.checksum(rows.device)
     pending = gather_rows(comm, rows, what="the loss and the gradient norm")
+    # not only because another rank failed
     fails_itself = error is not None and not isinstance(error, LeaderFailed)
     outcome = [float(error is not None), float(fails_itself), float(too_large)]
     outcome += [float(may_run_again), float(settings.has_hooks), settings.digest]
@@ -246,20 +249,22 @@ def close_step(
     head = torch.tensor(outcome, dtype=torch.float64, device="cpu")
     received = control.exchange(torch.cat([head, _used(flats)]), what="closing a step")()
     pending.wait()
-    if any(bool(values[0]) for values in received):
-        _raise_if_too_large(control, [values[1:4].tolist() for values in received])
+    if any(bool(values[_FAILS]) for values in received):
+        _raise_if_too_large(
+            control, [values[_FAILS_ITSELF : _MAY_RUN_AGAIN + 1].tolist() for values in received]
+        )
         raise_on_all_ranks(control, error, doing="a step")
-    if any(values[5] != received[0][5] for values in received):
+    if any(values[_DIGEST] != received[0][_DIGEST] for values in received):
         reject_different_settings(control, settings.by_name())
     return StepSummary(
         losses=rows[:, _LOSS].view(torch.float64),
         norm_type=norm_type,
         norm=combine_norm(rows, norm_type),
         unused=_unused(flats, [values[len(head) :].tolist() for values in received]),
-        times=_times(values[7 : len(head)].tolist() for values in received),
-        wants_to_agree=any(bool(values[6]) for values in received),
+        times=_times(values[_TIMES : len(head)].tolist() for values in received),
+        wants_to_agree=any(bool(values[_AGREES]) for values in received),
         checksums=rows[:, _CHECKSUM],
-        has_hooks=any(bool(values[4]) for values in received),
+        has_hooks=any(bool(values[_HAS_HOOKS]) for values in received),
         settings=rows[:, _SETTINGS] if settings.tensors else None,
     )
 

@@ -414,7 +414,7 @@ def build_engine(
     control: Control,
     check_step: Callable[[], None] = lambda: None,
 ) -> tuple[Engine, ShardedUpdate]:
-    """Build engine and update; the first rank's values and buffers are broadcast. Collective."""
+    """Build engine and update; all ranks get the first rank's values and buffers. Collective."""
     strategy = strategy_of(request, comm)
     _move_to_device(request, shards_parameters=strategy.shards_parameters)
     with request.values.real_tensors(request.device):
