@@ -6,6 +6,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import models
 import pytest
 import ranks as harness
 import torch
+import torch.distributed as dist
 from models import LENGTH, VOCABULARY, Block, ModelSpec
 from ranks import Pool
 from safetensors.torch import save_file
@@ -75,12 +77,11 @@ def optimizer_of(model: nn.Module, stage: int, **options: Any) -> HeteroZeroOpti
     return HeteroZeroOptimizer(
         model,
         torch.optim.AdamW,
-        plan=plan_at(stage),
         params=[{"params": matrices, "weight_decay": 0.1}, {"params": vectors}],
         process_group=harness.group(),
         lr=1e-2,
         device=harness.device() if next(model.parameters()).is_meta else None,
-        **{"compute_dtype": torch.float32, **options},
+        **{"plan": plan_at(stage), "compute_dtype": torch.float32, **options},
     )
 
 
@@ -149,6 +150,47 @@ def test_build_from_meta_has_the_bits_of_a_plain_build(
     ranks: Pool, stage: int, options: dict[str, Any], function: Callable | None
 ) -> None:
     ranks.run(build_both, stage, options, function, ranks=RANKS)
+
+
+def larger_on_later_ranks(module: nn.Module) -> None:
+    """An initializer that reads state of its process."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.02 * (1 + harness.rank()))
+
+
+def build_from_unequal_values(
+    plan: Plan, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The values that an initializer draws on this rank, and those after two steps."""
+    torch.manual_seed(7)
+    drawn = LanguageModel().apply(larger_on_later_ranks).to(dtype).state_dict()
+    first = [drawn]
+    dist.broadcast_object_list(first, group=harness.group(), group_src=0)
+    torch.manual_seed(7)
+    with poplar.parameters_on_meta():
+        model = LanguageModel()
+    options = {"plan": plan, "compute_dtype": dtype, "weights": larger_on_later_ranks}
+    optimizer = optimizer_of(model, plan.stage, **options)
+    for flat in optimizer._training.engine.flats:
+        own = flat.master.to(flat.dtype)
+        torch.testing.assert_close(own, flat.shard.to(own.device), rtol=0, atol=0)
+    before, _, after = values_and_training(model, optimizer)
+    assert_same([before], first)
+    optimizer.verify_replicas()
+    return drawn, after
+
+
+@pytest.mark.parametrize("stage", STAGES[:3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("host_state", [(), (0.5, 1.0, 0.0)])
+def test_all_ranks_get_the_first_ranks_values(
+    ranks: Pool, stage: int, dtype: torch.dtype, host_state: tuple[float, ...]
+) -> None:
+    plan = replace(plan_at(stage), host_state=host_state)
+    (drawn, trained), *others = ranks.run(build_from_unequal_values, plan, dtype, ranks=RANKS)
+    for own, values in others:
+        assert not torch.equal(own["head.weight"], drawn["head.weight"])
+        assert_same([values], [trained])
 
 
 def save_sharded(state: dict[str, Tensor], folder: Path) -> None:

@@ -184,22 +184,33 @@ def _word_sum(words: Tensor) -> Tensor:
 
 
 def replicate(
-    tensors: Mapping[str, Tensor], comm: Communicator, control: Control, *, doing: str
-) -> None:
+    tensors: Mapping[str, Tensor],
+    comm: Communicator,
+    control: Control,
+    *,
+    doing: str,
+    device: torch.device | None = None,
+) -> list[str]:
     """Give all ranks the first rank's values of tensors, by name. Collective.
 
     Only tensors whose bits differ are sent: a model that all ranks have read from the same files
-    costs no communication.
+    costs no communication. They are sent from `device`; None: from where they are.
+
+    Returns:
+        The names of those that were sent.
     """
+    sent = []
     own = [int(bit_checksum(tensor)) for tensor in tensors.values()]
     by_rank = control.exchange_objects(own, what=doing)
     for (name, tensor), sums in zip(tensors.items(), zip(*by_rank, strict=True), strict=True):
         if len(set(sums)) > 1:
-            whole = tensor.detach().contiguous()
+            whole = tensor.detach().contiguous().to(device)
             comm.broadcast(whole, 0, what=f"the broadcast of {name}")
             if whole.data_ptr() != tensor.data_ptr():
                 separate_elements(tensor)
                 tensor.copy_(whole)
+            sent.append(name)
+    return sent
 
 
 def bit_checksum(tensor: Tensor) -> Tensor:

@@ -149,12 +149,13 @@ class InitialValues:
 
 def _replicate(flat: FlatParameter, strategy: Strategy, control: Control) -> None:
     """Give all ranks the first rank's values of what all of them store. Collective."""
-    masters = flat.master.to(flat.device)
     stored = {f"{flat.name}'s initial values": flat.values}
-    if strategy.replicates_state and flat.has_masters:
-        stored[f"{flat.name}'s initial masters"] = masters
-    replicate(stored, strategy.comm, control, doing=_DOING)
-    flat.master.copy_(masters if flat.has_masters else flat.shard)
+    has_all_masters = strategy.replicates_state and flat.has_masters
+    if has_all_masters:
+        stored[f"{flat.name}'s initial masters"] = flat.master
+    sent = replicate(stored, strategy.comm, control, doing=_DOING, device=flat.device)
+    if sent and not has_all_masters:  # the owner has set its masters to values of its own
+        flat.master.copy_(flat.shard)
 
 
 def _identity(on_meta: bool, files: WeightFiles | None, function: Initializer | None) -> str:
