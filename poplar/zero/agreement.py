@@ -128,10 +128,13 @@ def raise_on_any_error(
 
 def run_on_all_ranks(control: Control, work: Callable[[], T], *, doing: str) -> T:
     """The result of `work`, if it fails on no rank; else as `raise_on_any_error`. Collective."""
-    results: list[T] = []
-    error = caught(lambda: results.append(work()))
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as failure:
+        error = failure
     raise_on_any_error(control, error, doing=doing)
-    return results[0]
+    return result
 
 
 def raise_on_all_ranks(

@@ -22,7 +22,8 @@ def slow_checksum(tensors: list[torch.Tensor], most_lanes: int) -> int:
     total = 0
     for tensor in tensors:
         words = tensor.view(torch.int32).tolist()
-        lanes = min(most_lanes, 1 << (len(words) // replica_check._ROWS).bit_length())
+        most = max(1, len(words) // replica_check._LEAST_ROWS)
+        lanes = min(most_lanes, 1 << most.bit_length() - 1)
         sums = [0] * lanes
         for position, word in enumerate(words):
             sums[position % lanes] = sums[position % lanes] * replica_check._ROW + word

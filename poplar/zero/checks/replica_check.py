@@ -29,8 +29,9 @@ than an update moves, so checks cost less than 1 % of the updates."""
 _LANES = 1 << 20
 """Most words that are added at a time, each to its own lane: 4 MiB, and 8 MiB of sums. More would
 make these temporary sums larger; fewer would take a GPU longer to launch than to read."""
-_ROWS = 8
-"""About so many words are added to each lane of a small tensor: its sums take less memory."""
+_LEAST_ROWS = 11
+"""At least so many words are added to each lane, so that the sums take less than a fifth of the
+tensor's memory."""
 _LANE = 0x9E3779B97F4A7C15
 _ROW = 0x94D049BB133111EB
 _TENSOR = 0xD1B54A32D192ED03
@@ -172,7 +173,7 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
 
 def _word_sum(words: Tensor) -> Tensor:
     """The sum of words times `_ROW ** row * _LANE ** lane`; the last row is row 0 of its lanes."""
-    number = min(_LANES, 1 << (words.numel() // _ROWS).bit_length())
+    number = min(_LANES, 1 << max(1, words.numel() // _LEAST_ROWS).bit_length() - 1)
     lanes = torch.zeros(number, dtype=torch.int64, device=words.device)
     for row in words.split(number):
         sums = lanes[: len(row)]
