@@ -54,19 +54,6 @@ inline Dtype dtype_of(const Tensor& tensor, const char* name) {
   }
 }
 
-// Calls function(T*) with a null pointer of the dtype's C++ type.
-template <typename Function>
-void with_type(Dtype dtype, const Function& function) {
-  switch (dtype) {
-    case Dtype::kFloat:
-      return function(static_cast<float*>(nullptr));
-    case Dtype::kBFloat16:
-      return function(static_cast<BFloat16*>(nullptr));
-    case Dtype::kHalf:
-      return function(static_cast<Half*>(nullptr));
-  }
-}
-
 inline bool same_device(const Tensor& a, const Tensor& b) { return a.device() == b.device(); }
 
 // Whether the memory of two tensors overlaps: `b` is contiguous; of `a`, everything from its first

@@ -14,18 +14,6 @@ namespace {
 
 using namespace poplar;
 
-template <typename Function>
-void with_type(Dtype dtype, const Function& function) {
-  switch (dtype) {
-    case Dtype::kFloat:
-      return function(static_cast<float*>(nullptr));
-    case Dtype::kBFloat16:
-      return function(static_cast<BFloat16*>(nullptr));
-    case Dtype::kHalf:
-      return function(static_cast<Half*>(nullptr));
-  }
-}
-
 template <typename Element>
 std::vector<Element> listed(const Element* elements, std::int64_t count) {
   return std::vector<Element>(elements, elements + count);

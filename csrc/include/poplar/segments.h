@@ -14,6 +14,23 @@ namespace poplar {
 
 enum class Dtype : std::uint8_t { kFloat, kBFloat16, kHalf };
 
+// Calls function(T*) with a null pointer of the dtype's C++ type. On the host and on the device,
+// depending on the function.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
+template <typename Function>
+POPLAR_HOST_DEVICE void with_type(Dtype dtype, const Function& function) {
+  switch (dtype) {
+    case Dtype::kFloat:
+      return function(static_cast<float*>(nullptr));
+    case Dtype::kBFloat16:
+      return function(static_cast<BFloat16*>(nullptr));
+    case Dtype::kHalf:
+      return function(static_cast<Half*>(nullptr));
+  }
+}
+
 // Calls visitor.gap(begin, end) and visitor.piece(segment, start in the segment, begin, end) for
 // the parts of [begin, end), in order. `offsets` and `numels` hold `count` ascending segments.
 template <typename Visitor>

@@ -34,7 +34,7 @@ POPLAR_HOST_DEVICE bool is_aligned(const Shard& shard) {
 template <int kCount>
 __device__ void take_written(const Shard& shard, std::int64_t first, float (&values)[kCount],
                              std::int64_t count) {
-  dispatch(shard.dtype, [&](auto* type) {
+  with_type(shard.dtype, [&](auto* type) {
     using Low = std::remove_pointer_t<decltype(type)>;
     float low[kCount];
     load(low, static_cast<const Low*>(shard.rounded) + first, count, shard.aligned);
@@ -48,7 +48,7 @@ __device__ void take_written(const Shard& shard, std::int64_t first, float (&val
 template <int kCount>
 __device__ void store_rounded(const Shard& shard, std::int64_t first, const float (&values)[kCount],
                               std::int64_t count) {
-  dispatch(shard.dtype, [&](auto* type) {
+  with_type(shard.dtype, [&](auto* type) {
     store(static_cast<decltype(type)>(shard.rounded) + first, values, count, shard.aligned);
   });
 }

@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     return run(staged, 1.0f);
   }
-  dispatch(table.dtypes[segment], [&](auto* type) {
+  with_type(table.dtypes[segment], [&](auto* type) {
     run(static_cast<const std::remove_pointer_t<decltype(type)>*>(table.data[segment]) + start,
         weight);
   });

@@ -37,7 +37,7 @@ struct MixedTile {
 
   __device__ void piece(std::int64_t segment, std::int64_t start, std::int64_t begin,
                         std::int64_t end) const {
-    dispatch(table.dtypes[segment], [&](auto* type) {
+    with_type(table.dtypes[segment], [&](auto* type) {
       run<std::remove_pointer_t<decltype(type)>>(table.data[segment], start, begin, end);
     });
   }
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   if (segment < 0) {
     return pack_mixed<Bucket, kAccumulate>(bucket, table, weight, tile, aligned);
   }
-  dispatch(table.dtypes[segment], [&](auto* type) {
+  with_type(table.dtypes[segment], [&](auto* type) {
     using Gradient = std::remove_pointer_t<decltype(type)>;
     pack_whole<Bucket, Gradient, kAccumulate>(
         bucket, static_cast<const Gradient*>(table.data[segment]) + start, weight, tile, aligned);

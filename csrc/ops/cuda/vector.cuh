@@ -9,19 +9,6 @@
 
 namespace poplar::cuda {
 
-// Calls function(T*) with a null pointer of the dtype's C++ type.
-template <typename Function>
-__device__ void dispatch(Dtype dtype, const Function& function) {
-  switch (dtype) {
-    case Dtype::kFloat:
-      return function(static_cast<float*>(nullptr));
-    case Dtype::kBFloat16:
-      return function(static_cast<BFloat16*>(nullptr));
-    case Dtype::kHalf:
-      return function(static_cast<Half*>(nullptr));
-  }
-}
-
 // Elements that a thread processes at once: 16 bytes.
 template <typename Element>
 constexpr int kVector = 16 / sizeof(Element);
