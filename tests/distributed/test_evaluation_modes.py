@@ -61,7 +61,8 @@ def test_every_module_has_its_mode_afterwards(ranks: Pool, stage: int) -> None:
     ranks.run(evaluate_once, stage, ranks=2)
 
 
-def evaluate_on_one_rank(stage: int) -> float:
+def evaluate_on_one_rank(stage: int) -> tuple[float, float]:
+    """The loss, and the seconds of waiting that count for a step."""
     model = nn.Linear(8, 8).to(harness.device())
     optimizer = HeteroZeroOptimizer(
         model,
@@ -77,13 +78,15 @@ def evaluate_on_one_rank(stage: int) -> float:
         return loss_fn(model, batch)
 
     batches = [torch.ones(2, 8, device=harness.device())] * (8 if harness.rank() == 0 else 0)
-    return optimizer.evaluate(slow, batches)
+    loss = optimizer.evaluate(slow, batches)
+    return loss, optimizer._training.engine.strategy.timing.step.waited_seconds()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_without_batches_waits_longer_than_the_deadline(ranks: Pool, stage: int) -> None:
-    first, second = ranks.run(evaluate_on_one_rank, stage, ranks=2)
+    (first, *waits), (second, *others) = ranks.run(evaluate_on_one_rank, stage, ranks=2)
     assert first == second
+    assert waits == others == [0.0]  # of no step; on a GPU they would be those of the last one
 
 
 def evaluate_with_a_fault(stage: int, place: str) -> str:

@@ -250,7 +250,8 @@ class CollectivePass(ABC):
                 unit = self._units[slot.index]
                 if self._finishing:  # unsharded for a call that this rank has skipped
                     self._reshard(unit)
-                self._strategy.unshard(unit, in_step=self.mode is Mode.TRAIN)
+                in_step, timed = self.mode is Mode.TRAIN, self.mode is not Mode.EVALUATE
+                self._strategy.unshard(unit, in_step=in_step, timed=timed)
                 self._unsharded.add(unit)
                 if self._finishing:
                     self._reshard(unit)

@@ -9,13 +9,13 @@ gradients are reduced, before the update writes a shard, or when the step is aba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from poplar.comm import Communicator, Encoded, Work
+from poplar.comm import Communicator, Encoded
 from poplar.comm.shard_layout import ALIGNMENT, Layout
 from poplar.zero.flat_parameter import FlatParameter, adopt_data
 from poplar.zero.stages.sharded_gradients import ShardedGradients
@@ -41,7 +41,8 @@ class ShardedParameters(ShardedGradients):
 
     def __init__(self, comm: Communicator, reduce_dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(comm, reduce_dtype, device)
-        self._pending_unshards: dict[Unit, list[Work]] = {}
+        self._pending_unshards: dict[Unit, list[Callable[[], object]]] = {}
+        """How to wait for each collective."""
         self._unsharded_persistent: dict[Unit, None] = {}
         """Persistent units that are unsharded in this step, in that order."""
         self._rounded: set[FlatParameter] = set()
@@ -78,7 +79,9 @@ class ShardedParameters(ShardedGradients):
         self.reshard_persistent()
         super().wait_for_reductions()
 
-    def unshard(self, unit: Unit, *, in_step: bool, lasting: bool = False) -> None:
+    def unshard(
+        self, unit: Unit, *, in_step: bool, timed: bool = False, lasting: bool = False
+    ) -> None:
         if unit in self._unsharded_persistent:
             return
         # Allocate before sending: if memory runs out, the slot can be issued again.
@@ -97,7 +100,7 @@ class ShardedParameters(ShardedGradients):
             else:
                 values, own = buffer.values, buffer.shard
                 work = self.comm.all_gather(values, buffer.layout, what=what, own=own)
-            pending.append(work)
+            pending.append(partial(self.timing.wait_for, work, what) if timed else work.wait)
         if in_step and unit in self.persistent:
             self._unsharded_persistent[unit] = None
 
@@ -123,7 +126,7 @@ class ShardedParameters(ShardedGradients):
         """
         pending = self._pending_unshards.get(unit, [])
         while pending:
-            self.timing.wait_for(pending[0], f"the unshard of unit {unit.name}")
+            pending[0]()
             del pending[0]
         self._pending_unshards.pop(unit, None)
 

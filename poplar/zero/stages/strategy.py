@@ -317,11 +317,14 @@ class Strategy(ABC):
     def wait_for_readers(self, flat: FlatParameter) -> None:
         """Wait until no other rank reads `flat.shard`. Call it before writing to the shard."""
 
-    def unshard(self, unit: Unit, *, in_step: bool, lasting: bool = False) -> None:
+    def unshard(
+        self, unit: Unit, *, in_step: bool, timed: bool = False, lasting: bool = False
+    ) -> None:
         """Start to all-gather a unit's values. Collective.
 
         Args:
             in_step: this is a training pass, so a persistent unit stays unsharded.
+            timed: the waits for it are part of the times of a step.
             lasting: tensors that the user keeps of the values stay valid after `reshard`.
         """
 
