@@ -282,7 +282,11 @@ class Timing:
         self._latest = RankTimes(math.nan, math.nan)
 
     def begin_step(self) -> None:
-        """Start to time the next step. It may be called several times before it."""
+        """Start to time a step. What came since the last one, or was abandoned, is of no step."""
+        self.step = StepTiming()
+
+    def end_step(self) -> None:
+        """The step has been applied or skipped."""
         if self.step.last_events:
             self._unread.append(self.step)
         self.step = StepTiming()
@@ -314,7 +318,6 @@ class Timing:
         the device has finished none.
         """
         if not self._streams.asynchronous:
-            self._unread.clear()
             return self.step.times()
         while self._unread and self._unread[0].is_known:
             self._latest = self._unread.popleft().times()

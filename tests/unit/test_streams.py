@@ -464,8 +464,10 @@ def test_waits_of_a_device_are_read_when_it_has_passed_them(streams: TimedStream
         with timing.stall("a collective"):
             streams.time += milliseconds
         streams.time += 100.0
+        timing.end_step()
+        with timing.stall("a collective between two steps, as of a load"):
+            streams.time += 500.0
         timing.begin_step()
-        timing.begin_step()  # at the end of a step and at the start of the next
     assert math.isnan(timing.latest().waiting_seconds)  # the device is still in the first step
     Event.reached = 100.0
     assert timing.latest().waiting_seconds == pytest.approx(0.030)
@@ -478,7 +480,7 @@ def test_latest_wait_is_that_of_a_step_and_not_of_the_reset_after_it(
 ) -> None:
     timing = Timing(streams, Trace())
     reductions = StreamReductions(timing, mock.MagicMock())
-    strategy = mock.Mock(timing=timing, reductions=reductions)
+    strategy = mock.Mock(timing=timing, reductions=reductions, steps=0)
     for _ in range(2):
         Strategy.begin_step(strategy)
         reductions.start(lambda: mock.Mock(wait=lambda: 0.0))
@@ -486,7 +488,8 @@ def test_latest_wait_is_that_of_a_step_and_not_of_the_reset_after_it(
             streams.time += 30.0
         streams.time += 100.0
         reductions.finish()
-        Strategy.begin_step(strategy)  # when the step has been applied
+        Strategy.end_step(strategy)
+        Strategy.begin_step(strategy)  # frees what the step has used
     Strategy.begin_step(strategy)
     Event.reached = 1000.0
     assert timing.latest().waiting_seconds == pytest.approx(0.030)
@@ -521,7 +524,7 @@ def test_compute_seconds_of_a_device_exclude_its_waits_and_are_known_when_it_is_
     with timing.stall("a reduction"):
         streams.time += 2.0
     timing.step.add_work(PassWork(0.03, 4.0, 64.0))
-    timing.begin_step()
+    timing.end_step()
     Event.reached = streams.time - 1.0
     assert math.isnan(timing.latest().compute_seconds)
     Event.reached = streams.time

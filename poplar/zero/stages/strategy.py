@@ -253,7 +253,7 @@ class Strategy(ABC):
 
     def begin_step(self) -> None:
         """Reset the state of a step. All ranks have left the previous step by now."""
-        self.reductions.finish()  # of a step that was closed with an error; its waits count there
+        self.reductions.finish()  # of a step that was closed with an error
         self.timing.begin_step()
         self.comm.trim()
         self._sent.clear()
@@ -266,6 +266,7 @@ class Strategy(ABC):
     def end_step(self) -> None:
         """All ranks have applied a step, or skipped it."""
         self.steps += 1
+        self.timing.end_step()
         self.comm.end_step()
 
     def all_gather_updated_parameters(self, units: Sequence[Unit]) -> None:
