@@ -318,6 +318,7 @@ class TrainedModel:
 
     def scaled_loss(self, loss: Tensor) -> Tensor:
         """The loss of a pass in the loop of an integration, scaled if the model has a scaler."""
+        self.checks.look_at_graph(loss, stacklevel=3)
         scaler = self.step_scaler
         return loss if scaler is None else scaler.scale(loss)
 

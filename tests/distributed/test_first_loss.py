@@ -7,6 +7,7 @@ from typing import Any
 
 import models
 import pytest
+import ranks
 import torch
 import training
 from ranks import Pool
@@ -62,6 +63,34 @@ def test_a_weight_that_does_not_count_in_the_loss_warns_once_on_one_rank(
     by_rank = ranks.run(warnings_of_two_steps, run, models.mean_over_samples, "tokens", ranks=3)
     assert [len(own) for own in by_rank] == [0, 1, 0]
     assert "mean over samples, not over what weight= returns: pass no weight=" in by_rank[1][0]
+
+
+def warnings_of_a_criterion(stage: int, *, frozen: bool) -> list[tuple[str, str]]:
+    """Where and of what a loss with parameters of its own warns, in two steps."""
+    run = Run(Recipe(batches=(12,)), plan_of(stage))
+    _, optimizer = training.prepare(run)
+    criterion = nn.ParameterList([torch.ones(1)]).requires_grad_(not frozen).to(ranks.device())
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return criterion[0].squeeze() * models.mean_over_samples(model, batch)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.train_step(loss_fn, training.batch_of(run, 0))
+    return [(warning.filename, str(warning.message)) for warning in caught]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_of_the_loss_that_are_not_in_the_model_warn_once(
+    ranks: Pool, stage: int
+) -> None:
+    """On one rank, at the line of the step. Each rank would train other values of them."""
+    first, (found,), last = ranks.run(warnings_of_a_criterion, stage, frozen=False, ranks=3)
+    assert found[0] == __file__
+    assert "not in the model of the optimizer, with the shape(s) '(1,)'." in found[1]
+    assert first == last == []
+    assert ranks.run(warnings_of_a_criterion, stage, frozen=True, ranks=3) == [[], [], []]
 
 
 def random_numbers_and_modes(run: Run) -> tuple[list[float], bool]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -245,6 +245,42 @@ def warn_of_ungrouped(
             "'optimizer_class'",
             stacklevel=stacklevel + 1,
         )
+
+
+def warn_of_outside(model: nn.Module, loss: Tensor, *, stacklevel: int) -> None:
+    """Warn of parameters in the graph of a loss that are not in the model.
+
+    Those of models that have a `HeteroZeroOptimizer` are left out: their gradients raise.
+    """
+    own = set(map(id, model.parameters()))
+    shapes = [
+        str(tuple(parameter.shape))
+        for parameter in _parameters_of(loss)
+        if id(parameter) not in own and id(parameter) not in _OWNERS
+    ]
+    if shapes:
+        warnings.warn(
+            "the loss trains parameters that are not in the model of the optimizer, with the "
+            f"shape(s) {format_names(shapes)}. Every rank keeps the gradient of its own samples "
+            "for them, so another optimizer would train different values on every rank. Make them "
+            "part of the model, such as nn.ModuleDict({'model': model, 'criterion': criterion}), "
+            "before the optimizer is built, or freeze them with requires_grad_(False)",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _parameters_of(loss: Tensor) -> Iterator[nn.Parameter]:
+    """The parameters in the graph of a loss, each once."""
+    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        variable = getattr(node, "variable", None)  # of the node that accumulates in `.grad`
+        if isinstance(variable, nn.Parameter):
+            yield variable
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        nodes += new
 
 
 def check_movable(named: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:

@@ -10,13 +10,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.zero.checks.first_batches import FirstBatches
 from poplar.zero.checks.forward_state import ForwardStateCheck
 from poplar.zero.checks.loss_mean import FirstLossCheck
-from poplar.zero.checks.model_checks import batch_norms, reject_batch_norm
+from poplar.zero.checks.model_checks import batch_norms, reject_batch_norm, warn_of_outside
 from poplar.zero.checks.model_structure import ModelStructure
 from poplar.zero.checks.replica_check import ReplicaCheck
 from poplar.zero.flat_parameter import FlatParameter
@@ -49,6 +49,7 @@ class StepChecks:
         self._allows_forward_state = allow_forward_state
         self.batches = FirstBatches(control, looks=looks)
         self.loss = FirstLossCheck(looks=looks)
+        self._looks_at_graph = looks and control.group.size > 1
         self.follow(flats, strategy)
 
     def follow(self, flats: Sequence[FlatParameter], strategy: Strategy | None) -> None:
@@ -61,7 +62,7 @@ class StepChecks:
 
     def expect_artificial_data(self) -> None:
         """Look at neither data, loss and state nor the mode of the model; for measurements."""
-        self._is_first = False
+        self._is_first = self._looks_at_graph = False
         for check in (self.batches, self.loss, self.forward_state):
             check.skip()
 
@@ -69,6 +70,12 @@ class StepChecks:
         """Note the state before a step; raise if a BatchNorm is not allowed. Local."""
         reject_batch_norm(self._batch_norms, allowed=self._allows_forward_state)
         self.forward_state.open()
+
+    def look_at_graph(self, loss: Tensor, *, stacklevel: int) -> None:
+        """Warn if the first loss, before its backward, trains more than the model. Local."""
+        if self._looks_at_graph:
+            self._looks_at_graph = False
+            warn_of_outside(self._model, loss, stacklevel=stacklevel + 1)
 
     def check_structure(
         self, structure: ModelStructure, groups: Sequence[Mapping[str, Any]]

@@ -192,6 +192,7 @@ class Step:
                 "under torch.no_grad(), or used no parameter that is trained; return the loss "
                 "with its graph"
             )
+        self._checks.look_at_graph(value, stacklevel=8)
         (value if scaler is None else scaler.scale(value)).backward()
         forward.raise_any_error()
         self._engine.step.add_loss(value)
