@@ -209,6 +209,7 @@ def check_request(given: Arguments, group: Group) -> Request:
     check_choice("on_out_of_memory", given.on_out_of_memory, OnOutOfMemory)
     check_choice("on_nonfinite", given.on_nonfinite, OnNonFinite)
     model_checks.reject_wrapped(model)
+    model_checks.reject_scripted(model)
     batch_norms = model_checks.batch_norms(model)
     model_checks.reject_batch_norm(batch_norms, allowed=given.allow_forward_state)
     model_checks.reject_sparse_embeddings(model)

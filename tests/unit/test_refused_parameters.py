@@ -11,6 +11,7 @@ from torch import nn
 from poplar.zero.checks.model_checks import (
     check_parameters,
     reject_embeddings_by_micro_batch,
+    reject_scripted,
     reject_sparse_buffers,
     reject_sparse_embeddings,
 )
@@ -79,6 +80,16 @@ def test_gradients_by_counts_of_a_micro_batch_must_be_allowed(cls: type[nn.Modul
         reject_embeddings_by_micro_batch(model, allowed=False)
     reject_embeddings_by_micro_batch(model, allowed=True)
     reject_embeddings_by_micro_batch(model.requires_grad_(False), allowed=False)
+
+
+def test_modules_of_torchscript_are_refused_by_name() -> None:
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"the model is a .*before torch\.jit\.script\(\)"):
+        reject_scripted(scripted)
+    traced = torch.jit.trace(nn.Linear(2, 2).requires_grad_(False), torch.ones(1, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(traced))
+    with pytest.raises(TypeError, match=r"module '1\.0' is a .*such as in a list"):
+        reject_scripted(model)
 
 
 def test_weights_that_are_computed_are_not_read() -> None:

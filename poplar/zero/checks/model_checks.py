@@ -42,6 +42,18 @@ def reject_wrapped(model: nn.Module) -> None:
             )
 
 
+def reject_scripted(model: nn.Module) -> None:
+    """Reject modules of TorchScript, which take no hooks."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"module {name!r}" if name else "the model"
+            raise TypeError(
+                f"{where} is a {type(module).__name__} of TorchScript, which takes no hooks; pass "
+                "it as it was before torch.jit.script() or trace(), or, if it is frozen, keep it "
+                "out of the model's modules, such as in a list"
+            )
+
+
 class BatchNorm(NamedTuple):
     """A BatchNorm module of a model."""
 
