@@ -127,3 +127,18 @@ def test_a_norm_over_all_parameters_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"{cls.__name__} cannot .* {reason}"):
         granularity_of(cls, {"lr": lr}, CPU, granularity)
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps in the param group, as Adan and LAMB of timm do."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["step"] = group.get("step", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("granularity", [None, "elements", "parameter", 64])
+def test_no_granularity_is_advised_for_state_in_the_param_group(granularity: Any) -> None:
+    with pytest.raises(ValueError, match=r"Counting .* group \(step\).* such as AdamW$"):
+        granularity_of(Counting, {"lr": 0.1}, CPU, granularity)

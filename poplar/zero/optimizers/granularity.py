@@ -31,6 +31,8 @@ _UNLIKE = (1e4, 1.0, 1e-4)
 """Factors of trial gradients by step. Adam has nearly the same update if all are clipped alike, so
 what is clipped by a norm over other elements must be clipped unlike in each step."""
 
+_STATE_IN_GROUP = "its step() keeps state in the param group"
+
 _WHOLE = (
     ("torch.optim", ("Muon", "Adafactor")),
     ("transformers.optimization", ("Adafactor",)),
@@ -93,7 +95,7 @@ def granularity_of(
     problem = problem_with(factory, options, device, needs or "elements")
     if problem is None:
         return needs or "elements"
-    if needs == "parameter":
+    if needs == "parameter" or problem.startswith(_STATE_IN_GROUP):  # no granularity helps
         raise ValueError(f"{name} cannot be divided among ranks: {problem}")
     if isinstance(needs, int):
         raise ValueError(
@@ -245,7 +247,10 @@ def _step(
     changed = sorted(key for key in last if last[key] != before.get(key, first.get(key)))
     if not changed:
         return []
-    return [f"its step() keeps state in the param group ({', '.join(changed)})"]
+    return [
+        f"{_STATE_IN_GROUP} ({', '.join(changed)}), which is for settings that the user changes; "
+        "use a class that keeps its state by parameter, such as AdamW"
+    ]
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
