@@ -173,7 +173,8 @@ def _unwrapped(tensor: Tensor) -> Tensor:
 def _error(tensor: Tensor, name: str, verb: str, advice: str) -> RuntimeError:
     return RuntimeError(
         f"{name} {verb} a parameter of shape {tuple(tensor.shape)} whose values are not on this "
-        "rank now: at stage 3 a parameter is sharded outside the forward of its module. " + advice
+        "rank now: at stage 3 a parameter is sharded outside the forward of its unit, usually a "
+        f"repeated block. {advice}"
     )
 
 
@@ -186,7 +187,8 @@ _CONVERSIONS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "typ
 _READ_ADVICE = (
     "Between steps, for example for an average (EMA), a norm or a penalty to log, enter `with "
     "optimizer.full_parameters():` on every rank. A loss that uses parameters outside the forward "
-    "of their modules needs stage 2, or units=[...] with a module whose forward computes that part"
+    "of their unit, or a model that calls a part of a block itself, needs stage 2, or units=[...] "
+    "with modules whose forwards compute that part"
 )
 _CONVERSION_ADVICE = (
     f"For another dtype or device, convert the model before you build the optimizer. {_READ_ADVICE}"

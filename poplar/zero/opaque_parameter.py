@@ -151,7 +151,7 @@ class AbsentBytes(AbsentValues):
         shape = "" if absent is None else f" of shape {tuple(absent.shape)}"
         raise RuntimeError(
             f"{getattr(func, '__name__', func)} reads a frozen tensor{shape} that is not on this "
-            "rank now: at stage 3 it is sharded outside the forward of its module. Enter `with "
+            "rank now: at stage 3 it is sharded outside the forward of its unit. Enter `with "
             "optimizer.full_parameters():` on every rank, or use stage 2"
         )
 

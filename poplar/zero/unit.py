@@ -96,18 +96,20 @@ class Member:
 def find_blocks(model: nn.Module) -> list[str]:
     """Find repeated blocks: children of one container that share a class and have parameters.
 
-    Only the outermost containers count, so a block inside a block is part of the outer one. A
-    module that is registered in several places counts once, under its name in `named_modules()`.
+    Only the outermost containers count, so a block inside a block is part of the outer one. What
+    has no forward cannot be a block: in `ModuleList([ModuleList([attention, mlp]), ...])`, as in
+    models that call the parts of a layer themselves, the parts are the blocks. A module that is
+    registered in several places counts once, under its name in `named_modules()`.
     """
     found: dict[int, nn.Module] = {}
 
     def search(module: nn.Module) -> None:
-        children = list(module.children())
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        children = list(_parts_with_forward(module) if is_container else module.children())
         classes = Counter(
             type(child) for child in children if next(child.parameters(), None) is not None
         )
         repeated = {cls for cls, count in classes.items() if count > 1}
-        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
         for child in children:
             if is_container and type(child) in repeated:
                 found[id(child)] = child
@@ -118,6 +120,19 @@ def find_blocks(model: nn.Module) -> list[str]:
     inside = {id(own) for block in found.values() for own in block.modules() if own is not block}
     names = {id(module): name for name, module in model.named_modules()}
     return [names[block] for block in found if block not in inside]
+
+
+def _parts_with_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """The children, each child without a forward replaced by its own."""
+    for child in module.children():
+        if _has_forward(child):
+            yield child
+        else:
+            yield from _parts_with_forward(child)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def resolve_units(
@@ -152,6 +167,13 @@ def resolve_units(
                     f"units: {inner!r} lies inside {outer!r}; units must not be nested, name one "
                     f"of the two"
                 )
+    for name in ordered:
+        module = model.get_submodule(name)
+        if not _has_forward(module):
+            raise ValueError(
+                f"units: {name!r} is a {type(module).__name__}, which has no forward, so it would "
+                "not be unsharded before its parts run; name the parts"
+            )
     return ordered
 
 

@@ -56,9 +56,25 @@ def test_repeated_blocks_become_units() -> None:
 
 
 def test_nested_blocks_belong_to_the_outer_unit() -> None:
-    inner = [nn.ModuleList(nn.Linear(3, 3) for _ in range(2)) for _ in range(2)]
+    inner = [nn.Sequential(*(nn.Linear(3, 3) for _ in range(2))) for _ in range(2)]
     model = nn.ModuleDict({"stages": nn.ModuleList(inner), "head": nn.Linear(3, 1)})
     assert find_blocks(model) == ["stages.0", "stages.1"]
+
+
+@pytest.mark.parametrize("container", [list, dict])
+def test_parts_of_layers_without_a_forward_are_the_blocks(container: type) -> None:
+    def layer(*parts: nn.Module) -> nn.Module:
+        if container is list:
+            return nn.ModuleList(parts)
+        return nn.ModuleDict({str(number): part for number, part in enumerate(parts)})
+
+    layers = [layer(nn.LayerNorm(3), nn.ModuleList([nn.Bilinear(3, 3, 3)])) for _ in range(2)]
+    scales = [nn.ParameterList([torch.ones(3)]) for _ in range(2)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers), "scales": nn.ModuleList(scales)})
+    parts = [f"layers.{number}.{part}" for number in (0, 1) for part in ("0", "1.0")]
+    assert find_blocks(model) == parts
+    with pytest.raises(ValueError, match=r"'layers\.0' is a Module\w+, which has no forward"):
+        resolve_units(model, [layers[0]])
 
 
 @pytest.mark.parametrize("first", ["blocks", "others"])

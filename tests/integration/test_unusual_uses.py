@@ -138,6 +138,25 @@ class Biased(nn.Module):
         return self.head(x)
 
 
+class Layered(nn.Module):
+    """As in models of lucidrains: a layer is a container, and the model calls its parts itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, 13)
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.Sequential(nn.Linear(13, 37), nn.GELU()), nn.Linear(37, 13)])
+            for _ in range(3)
+        )
+        self.head = nn.Linear(13, models.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for up, down in self.layers:
+            x = x + down(up(x))
+        return self.head(x)
+
+
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     """Build with the same random numbers in every process."""
     with torch.random.fork_rng():
@@ -145,8 +164,8 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def train_with_a_shared_bias(run: Run) -> Parameters:
-    model = seeded(Biased).to(harness.device())
+def train_model(run: Run, build: Callable[[], nn.Module]) -> Parameters:
+    model = seeded(build).to(harness.device())
     optimizer = optimizer_of(model, run)
     for step in range(len(run.recipe.batches)):
         training.take_step(run, model, optimizer, step)
@@ -154,9 +173,12 @@ def train_with_a_shared_bias(run: Run) -> Parameters:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_output_returned_by_all_blocks_is_exact(ranks: Pool, stage: int) -> None:
-    expected = train_alone(seeded(Biased), RECIPE, models.mean_over_samples)
-    for parameters in ranks.run(train_with_a_shared_bias, Run(RECIPE, uneven(stage))):
+@pytest.mark.parametrize("build", [Biased, Layered])
+def test_models_of_unusual_structure_are_exact(
+    ranks: Pool, build: Callable[[], nn.Module], stage: int
+) -> None:
+    expected = train_alone(seeded(build), RECIPE, models.mean_over_samples)
+    for parameters in ranks.run(train_model, Run(RECIPE, uneven(stage)), build):
         assert_close(parameters, expected)
 
 
