@@ -837,6 +837,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         """Write the full weights as safetensors. Collective.
 
         No rank holds more than its share and one unit. A file gets its name when it is complete.
+        Names are those of the model without the parts that `torch.compile` adds (`_orig_mod.`).
         Of a PEFT model, or on a quantised base, adapters are written alone, under their names in
         the model's state dict: `model.load_state_dict(load_file(path), strict=False)`.
 

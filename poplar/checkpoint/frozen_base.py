@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from poplar.checkpoint.state_dicts.place import canonical
+from poplar.values.canonical_name import canonical
 from poplar.values.formatting import format_names
 from poplar.zero.absent_parameter import classes_of
 from poplar.zero.engine import Engine

@@ -29,7 +29,7 @@ from poplar.checkpoint.save import RANK, SCALER, STATE
 from poplar.checkpoint.saved_names import check_model, read_groups, saved_optimizer_keys
 from poplar.checkpoint.state_dicts.loaded_state import LoadedState, send_values
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
-from poplar.checkpoint.state_dicts.place import Place, canonical, places_of
+from poplar.checkpoint.state_dicts.place import Place, places_of
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 from poplar.checkpoint.training_state import (
     SENT,
@@ -43,6 +43,7 @@ from poplar.checkpoint.training_state import (
     stored_values,
 )
 from poplar.system.storage import separate_elements
+from poplar.values.canonical_name import canonical
 from poplar.zero.absent_parameter import AbsentValues
 from poplar.zero.agreement import caught, run_on_all_ranks
 from poplar.zero.collective_calls import ForAllRanks, LeftOutCalls

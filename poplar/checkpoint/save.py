@@ -32,7 +32,6 @@ from poplar.checkpoint.frozen_base import base_of, description_of, saves_base
 from poplar.checkpoint.random_state import random_state
 from poplar.checkpoint.save_plan import Agreement, Content
 from poplar.checkpoint.saved_values import State, digest, refused_classes, with_python_numbers
-from poplar.checkpoint.state_dicts.place import canonical
 from poplar.checkpoint.training_state import (
     Checkpointed,
     TrainingParts,
@@ -41,6 +40,7 @@ from poplar.checkpoint.training_state import (
     saved_buffers,
     saved_entries,
 )
+from poplar.values.canonical_name import canonical
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.opaque_parameter import is_opaque_buffer, opaque_tensors
 

@@ -26,6 +26,7 @@ from poplar.checkpoint.frozen_base import base_of, saves_base
 from poplar.comm import Control
 from poplar.comm.copies import to_bytes
 from poplar.comm.shard_layout import Layout
+from poplar.values.canonical_name import canonical
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
@@ -45,7 +46,7 @@ Files = dict[int, tuple[Path, list[tuple[str, Tensor]]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """What a saved model consists of, the same on all ranks."""
+    """What a saved model consists of, by canonical name, the same on all ranks."""
 
     tensors: Mapping[str, Tensor]
     """Parameters, which may be sharded, and buffers, each once."""
@@ -126,6 +127,7 @@ def _prepare(engine: Engine, model: nn.Module, path: Path, sharded: bool, whole:
     for name, value in state.items():
         if name in base:
             continue
+        name = canonical(name)
         is_wrapper = is_traceable_wrapper_subclass(value)
         if is_wrapper or not isinstance(value, Tensor) or value.dtype not in DTYPES:
             is_plain = isinstance(value, Tensor) and not is_wrapper

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from poplar.checkpoint.files.metadata_file import METADATA
 from poplar.checkpoint.files.opened import WHOLE_PATH, OpenedCheckpoint
-from poplar.checkpoint.state_dicts.place import canonical
 from poplar.checkpoint.training_state import TrainingParts
+from poplar.values.canonical_name import canonical
 from poplar.values.errors import DamagedCheckpoint
 from poplar.values.formatting import format_names
 

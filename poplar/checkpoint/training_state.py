@@ -17,7 +17,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from poplar.checkpoint.files.opened import WHOLE, WHOLE_PATH
 from poplar.checkpoint.frozen_base import base_of
-from poplar.checkpoint.state_dicts.place import Place, canonical, names_of, places_of
+from poplar.checkpoint.state_dicts.place import Place, names_of, places_of
+from poplar.values.canonical_name import canonical
 from poplar.values.plan import Plan
 from poplar.zero.collective_calls import CollectiveCalls
 from poplar.zero.engine import Engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -17,8 +18,10 @@ from ranks import Pool
 from safetensors.torch import load_file
 from test_materialization import RANKS, LanguageModel, optimizer_of, values_of
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from training import STAGES
 
+import poplar
 from poplar.checkpoint import saved_model
 from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
 
@@ -74,6 +77,39 @@ def test_values_that_the_user_sees_are_saved(ranks: Pool, stage: int, tmp_path: 
     ranks.run(save_changed, stage, str(tmp_path), ranks=RANKS)
     assert load_file(tmp_path / "written")["norm.bias"].eq(3).all()
     assert load_file(tmp_path / "replaced")["norm.bias"].eq(4).all()
+
+
+def wrapped(model: nn.Module, how: str) -> nn.Module:
+    """The model as users wrap it, which adds parts to the names of its parameters."""
+    if how == "compiled":
+        return torch.compile(model, backend="eager")
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    return model
+
+
+def save_and_build_wrapped(stage: int, path: str) -> list[dict[str, Tensor]]:
+    values = []
+    for how, weights in (("compiled", None), ("blocks", path), ("compiled", path)):
+        with poplar.parameters_on_meta() if weights else contextlib.nullcontext():
+            plain = LanguageModel()
+        optimizer = optimizer_of(wrapped(plain, how), stage, weights=weights)
+        values.append(list(values_of(plain, optimizer).values()))
+        optimizer.save_model(path)
+        dist.barrier(harness.group())
+    return values
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_names_in_files_are_those_of_the_model_that_is_not_wrapped(
+    ranks: Pool, stage: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    first, *built = ranks.run(save_and_build_wrapped, stage, str(path), ranks=RANKS)[0]
+    for values in built:
+        torch.testing.assert_close(values, first, rtol=0, atol=0)
+    found = LanguageModel().load_state_dict(load_file(path), strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["head.weight"], [])  # it is tied
 
 
 def fail_to_save(stage: int, folder: str, sharded: bool) -> tuple[str, list[str]]:

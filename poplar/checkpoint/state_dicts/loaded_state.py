@@ -21,13 +21,13 @@ from torch import Tensor
 from poplar.checkpoint.state_dicts.optimizer_state import MASTER
 from poplar.checkpoint.state_dicts.place import (
     Place,
-    canonical,
     check_held,
     elements_of,
     names_of,
     places_of,
 )
 from poplar.comm import Control
+from poplar.values.canonical_name import canonical
 from poplar.values.errors import agreed
 from poplar.values.formatting import format_names
 from poplar.zero.agreement import run_on_all_ranks

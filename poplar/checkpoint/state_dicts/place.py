@@ -16,23 +16,13 @@ from torch import Tensor, nn
 
 from poplar.comm import Control
 from poplar.comm.shard_layout import Layout
+from poplar.values.canonical_name import canonical
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
 from poplar.zero.optimizers.state_values import scaled
 
 if TYPE_CHECKING:
     from poplar.checkpoint.state_dicts.shard_tensor import ShardTensor
-
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Parts of names that torch.compile and activation checkpointing add, and that torch removes."""
-
-
-def canonical(name: str) -> str:
-    """A parameter's name without what wrappers add to it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -19,8 +19,8 @@ from poplar.checkpoint.files.opened import OpenedCheckpoint
 from poplar.checkpoint.frozen_base import check_base, description_of
 from poplar.checkpoint.load import load_checkpoint
 from poplar.checkpoint.save import save_now
-from poplar.checkpoint.state_dicts.place import canonical
 from poplar.optimizer import HeteroZeroOptimizer
+from poplar.values.canonical_name import canonical
 from poplar.values.formatting import format_names
 
 LIGHTNING = "lightning"

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor, nn
 
+from poplar.values.canonical_name import canonical
 from poplar.values.formatting import format_names
 from poplar.values.regular_files import open_regular, read_regular
 from poplar.values.schema import parse_json
@@ -227,12 +228,12 @@ def _expected(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         start = f"{prefix}." if prefix else ""
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and name not in module._non_persistent_buffers_set:
-                yield start + name, tensor
+                yield canonical(start + name), tensor
 
 
 def _unsaved_buffers(model: nn.Module) -> set[str]:
     return {
-        f"{prefix}.{name}" if prefix else name
+        canonical(f"{prefix}.{name}" if prefix else name)
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
