@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -274,14 +274,39 @@ def _check_kinds(step_sizes: StepSizes, names: Sequence[int]) -> None:
         raise ValueError(f"the ranks take a step with {found}; give all ranks the same")
 
 
+def counted(weight: Weight, batch: Any) -> float | Tensor:
+    """What `weight` returns for a micro-batch: a number, or a tensor without dims.
+
+    Raises:
+        TypeError: it is no function, or returns something else.
+    """
+    if not callable(weight):
+        raise TypeError(
+            "weight must be a function of a micro-batch, such as poplar.tokens(), got "
+            f"{type(weight).__name__}"
+        )
+    count = weight(batch)
+    if isinstance(count, Tensor) and count.numel() == 1:
+        return count.detach().reshape(())
+    if isinstance(count, SupportsFloat) and not isinstance(count, Tensor):
+        return float(count)
+    got = tuple(count.shape) if isinstance(count, Tensor) else type(count).__name__
+    raise TypeError(
+        f"weight(micro_batch) must return one number, got {got}; return how many samples or tokens "
+        "of the micro-batch count"
+    )
+
+
 def _counts(weight: Weight | None, batches: Sequence[Any], sizes: Sequence[int]) -> list[float]:
     """What each micro-batch counts. It waits for a device at most once."""
     if weight is None:
         return [float(size) for size in sizes]
-    found = [weight(part) if size else 0.0 for part, size in zip(batches, sizes, strict=True)]
-    tensors = [count.detach().reshape(()) for count in found if isinstance(count, Tensor)]
+    found = [
+        counted(weight, part) if size else 0.0 for part, size in zip(batches, sizes, strict=True)
+    ]
+    tensors = [count for count in found if isinstance(count, Tensor)]
     read = iter(torch.stack(tensors).tolist() if tensors else ())
-    counts = [float(next(read) if isinstance(count, Tensor) else count) for count in found]
+    counts = [float(next(read)) if isinstance(count, Tensor) else count for count in found]
     for count, size in zip(counts, sizes, strict=True):
         if not 0.0 <= count < math.inf:
             raise ValueError(

@@ -684,8 +684,9 @@ def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:
 
 
 def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
-    if isinstance(params, torch.Tensor):
-        raise TypeError("params is one tensor; pass a list of parameters, or of param groups")
+    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable | None):
+        what = "tensor" if isinstance(params, torch.Tensor) else type(params).__name__
+        raise TypeError(f"params is one {what}; pass a list of parameters, or of param groups")
     given: list[Any] = (
         list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
     )

@@ -194,6 +194,8 @@ BAD_WEIGHTS = {
     "negative": (lambda: -1.0 if harness.rank() == BAD_RANK else 3.0, "weight -1.0"),
     "nan": (lambda: math.nan if harness.rank() == BAD_RANK else 3.0, "weight nan"),
     "infinite": (lambda: math.inf if harness.rank() == BAD_RANK else 3.0, "weight inf"),
+    "one per sample": (lambda: torch.ones(2), "must return one number, got (2,)"),
+    "none": (lambda: None, "must return one number, got NoneType"),
 }
 
 
@@ -209,7 +211,7 @@ def train_with_bad_weights(run: Run, which: str) -> list[Failure]:
 
 
 @pytest.mark.parametrize("which", BAD_WEIGHTS)
-def test_weights_that_are_not_finite_or_negative_raise(ranks: Pool, which: str) -> None:
+def test_weights_that_are_no_finite_number_or_negative_raise(ranks: Pool, which: str) -> None:
     by_rank = ranks.run(train_with_bad_weights, run_of(1), which, ranks=3)
     training.assert_raised([failures[0] for failures in by_rank], BAD_WEIGHTS[which][1])
 

@@ -72,3 +72,56 @@ def test_its_methods_name_the_class(optimizer: poplar.HeteroZeroOptimizer) -> No
         optimizer.apply_plan(FILE)
     with pytest.raises(TypeError, match=r"profile must be a poplar.ClusterProfile, got Plan"):
         optimizer.follow_drift(SWAPPED)
+
+
+def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).mean()
+
+
+@pytest.mark.parametrize(
+    ("weight", "got"),
+    [
+        (5, "weight must be a function of a micro-batch.*got int"),
+        (lambda batch: None, "must return one number, got NoneType"),
+        (lambda batch: torch.ones(len(batch)), r"must return one number, got \(4,\)"),
+    ],
+)
+def test_a_weight_is_one_number(
+    optimizer: poplar.HeteroZeroOptimizer, weight: Any, got: str
+) -> None:
+    batch = torch.ones(4, 4)
+    for call in (
+        lambda: optimizer.train_step(mean, batch, weight=weight),
+        lambda: list(optimizer.micro_batches(batch, weight=weight)),
+        lambda: optimizer.evaluate(mean, [batch], weight=weight),
+        lambda: poplar.verify(nn.Linear(4, 1), mean, batch, PLAN, weight=weight),
+    ):
+        with pytest.raises(TypeError, match=got):
+            call()
+    assert optimizer.train_step(mean, batch).loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (lambda model, batch: model(batch).view(-1), r"scalar tensor, got \(4,\)"),
+        (lambda model, batch: (mean(model, batch), batch), "scalar tensor, got tuple"),
+    ],
+)
+def test_an_evaluated_loss_is_one_number(
+    optimizer: poplar.HeteroZeroOptimizer, loss: Any, got: str
+) -> None:
+    with pytest.raises(TypeError, match=got):
+        optimizer.evaluate(loss, [torch.ones(4, 4)])
+
+
+def test_a_norm_is_a_number(optimizer: poplar.HeteroZeroOptimizer) -> None:
+    one: Any = "1.0"
+    with pytest.raises(TypeError, match=r"max_norm='1.0' is a str; give a number"):
+        optimizer.train_step(mean, torch.ones(4, 4), max_norm=one)
+
+
+def test_a_model_is_not_its_parameters(one_rank: None) -> None:
+    model: Any = nn.Linear(4, 1)
+    with pytest.raises(TypeError, match=r"params is one Linear; pass a list of parameters"):
+        poplar.HeteroZeroOptimizer(model, torch.optim.SGD, plan=PLAN, params=model, lr=0.1)

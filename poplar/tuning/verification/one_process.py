@@ -20,7 +20,7 @@ from poplar.values.formatting import format_names
 from poplar.zero.checks.loss_mean import wrong_weight
 from poplar.zero.checks.model_checks import batch_norms, taking_batch_statistics
 from poplar.zero.micro_batch_loss import LossFunction, check_scalar
-from poplar.zero.micro_batches import Loss, Weight
+from poplar.zero.micro_batches import Loss, Weight, counted
 
 
 class Part(NamedTuple):
@@ -119,7 +119,7 @@ class OneProcess:
 
     def count(self, part: Part) -> float:
         """The weight of a micro-batch: its samples, or what `weight` returns."""
-        return float(part.samples if self.weight is None else self.weight(part.batch))
+        return float(part.samples if self.weight is None else counted(self.weight, part.batch))
 
     def _factor(self, part: Part, total: float) -> float:
         """Factor for the loss of a part, by the definition of the gradient."""

@@ -36,7 +36,7 @@ from poplar.zero.checks.recorded_loss import (
     is_loss,
 )
 from poplar.zero.micro_batch_loss import LossFunction
-from poplar.zero.micro_batches import Weight
+from poplar.zero.micro_batches import Weight, counted
 from poplar.zero.preserved_state import (
     model_preserved,
     random_state_preserved,
@@ -357,7 +357,7 @@ class _Parts:
 
     def fit_weight(self, weight: Weight | None) -> bool:
         """Whether the loss is a mean over what `weight` counts; None: over samples."""
-        counts = self.sizes if weight is None else [float(weight(part)) for part in self.batches]
+        counts = self.sizes if weight is None else [float(counted(weight, p)) for p in self.batches]
         total = sum(counts)
         return total > 0 and self.fit([count / total for count in counts])
 

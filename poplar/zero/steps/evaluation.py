@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from poplar.data.drawn_batches import drawn_by
 from poplar.values.errors import CollectiveTimeout, agreed
 from poplar.zero.agreement import caught, leader_of, raise_on_any_error
 from poplar.zero.engine import Engine
-from poplar.zero.micro_batches import BatchSplitter, Weight
+from poplar.zero.micro_batch_loss import check_scalar
+from poplar.zero.micro_batches import BatchSplitter, Weight, counted
 from poplar.zero.opaque_parameter import is_opaque_buffer
 from poplar.zero.passes.collective_pass import Mode
 from poplar.zero.preserved_state import persistent_buffers, set_evaluation_mode
@@ -136,11 +137,11 @@ class Evaluation:
         """A batch, or the micro-batches of one that splits itself, as in training."""
         count = self._weight
         if not isinstance(batch, pytree.SplitsItself):
-            yield batch, pytree.samples_in(batch) if count is None else count(batch)
+            yield batch, pytree.samples_in(batch) if count is None else counted(count, batch)
             return
         sizes = self._splitter.evaluated_sizes(self._control.group.rank, len(batch))
         for part, size in zip(pytree.split(batch, sizes), sizes, strict=True):
-            yield part, size if count is None else count(part)
+            yield part, size if count is None else counted(count, part)
 
     def _next(self, batches: Iterator[tuple[Any, Any]]) -> tuple[Any, Any] | None:
         """The next batch with its weight; None at the end and after an error."""
@@ -184,9 +185,9 @@ def _explained(error: Exception) -> Exception:
 
 def _scalar(value: Any) -> Tensor:
     """A number in float64. The host does not wait for one on a device."""
-    if isinstance(value, Tensor):
-        return value.detach().double().reshape(())
-    return torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    if isinstance(value, SupportsFloat) and not isinstance(value, Tensor):
+        return torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    return check_scalar(value).detach().double().reshape(())
 
 
 def _restore(modes: Sequence[tuple[nn.Module, bool]]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -78,9 +78,11 @@ class StepSettings:
         return float(zlib.crc32(repr(list(self._numbers.values())).encode()))
 
     def check(self) -> None:
-        """Raise ValueError for a setting that is out of range, or would spoil the parameters."""
+        """Raise an error for a setting that is out of range, or would spoil the parameters."""
         max_norm = self._given["max_norm"]
-        if max_norm is not None and max_norm < 0:
+        if not isinstance(max_norm, SupportsFloat | None):
+            raise TypeError(f"max_norm={max_norm!r} is a {type(max_norm).__name__}; give a number")
+        if max_norm is not None and float(max_norm) < 0:
             raise ValueError(f"max_norm={max_norm} would reverse the gradient; give at least 0")
         if self.norm_type <= 0:
             raise ValueError(f"norm_type={self.norm_type} is no norm; give more than 0, or inf")
