@@ -186,9 +186,7 @@ class TrainedModel:
         self.calls.follow(ranks.group, ranks.announcements)
         self._use_engine(engine)
         groups = optimizer.param_groups
-        trained = [parameter for group in groups for parameter in group["params"]]
-        given = model.parameters() if request.params is None else trained
-        self._structure = ModelStructure(model, groups, set(map(id, given)))
+        self._structure = ModelStructure(model, groups)
         named = dict(model.named_parameters()) if ranks.group.rank == 0 else {}
         self._casts = WrittenCasts({n: p for n, p in named.items() if request.is_rounded(p)})
 

@@ -405,6 +405,13 @@ def parameter_unfrozen(made: Made) -> None:
     optimizer.train_step(loss_fn, made.batch)
 
 
+def parameter_of_no_group_unfrozen(made: Made) -> None:
+    model = models.build(replace(RECIPE.spec, kind="transformer", frozen=True))
+    optimizer = made.new_optimizer(model, params=[p for p in model.parameters() if p.requires_grad])
+    model.requires_grad_(True)
+    optimizer.train_step(loss_fn, made.batch)
+
+
 def param_groups_changed(made: Made) -> None:
     removed = made.optimizer.param_groups[0]["params"].pop()
     try:
@@ -699,6 +706,7 @@ MISTAKES = [
     Mistake(model_converted, "convert the model before"),
     Mistake(model_converted_before_a_plain_backward, "convert the model before", stages=(0, 3)),
     Mistake(parameter_unfrozen, "build a new optimizer after unfreezing"),
+    Mistake(parameter_of_no_group_unfrozen, "build a new optimizer after unfreezing"),
     Mistake(param_groups_changed, "freeze parameters with requires_grad_(False)", stages=(0, 3)),
     Mistake(param_group_added, "pass all param groups to the constructor", stages=(0, 3)),
     Mistake(

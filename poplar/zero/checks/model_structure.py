@@ -6,7 +6,7 @@ identities only: about 0.1 microseconds per module and parameter, before every s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,18 +19,12 @@ from poplar.zero.checks.model_checks import reject_wrapped
 class ModelStructure:
     """The modules and parameters of a model when the optimizer was built."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: Sequence[Mapping[str, Any]],
-        may_be_trained: Collection[int],
-    ) -> None:
-        """`may_be_trained`: by `id`, parameters that the user gave to the optimizer."""
+    def __init__(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
         self._model, self._members = model, _members(groups)
         named = dict(model.named_parameters())
         self._known = set(map(id, named.values()))
         self._parameters = list(named.values())  # keeps them, so that no other has an id of theirs
-        frozen = {n: p for n, p in named.items() if id(p) in may_be_trained and not p.requires_grad}
+        frozen = {n: p for n, p in named.items() if not p.requires_grad}
         self._frozen_names, self._frozen = list(frozen), list(frozen.values())
         self._record()
 
