@@ -144,6 +144,13 @@ def with_added_adapter(model: Any) -> nn.Module:
     return model
 
 
+def with_prefix(model: nn.Module) -> nn.Module:
+    """PEFT saves what the forward of its encoder returns."""
+    torch.manual_seed(1)
+    options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+    return peft.get_peft_model(model, peft.PrefixTuningConfig(**options))
+
+
 def with_many_words(model: Any) -> nn.Module:
     """Its embedding has state of 8 bits, unless it is kept in 32."""
     model.config.vocab_size = 512
@@ -201,6 +208,7 @@ ADAPTED = {
     "adapters": with_adapters,
     "frozen adapters": with_frozen_adapters,
     "added adapter": with_added_adapter,
+    "prefix": with_prefix,
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "label smoothing": {"args": {"label_smoothing_factor": 0.1}},

@@ -533,7 +533,9 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         if sharded and getattr(self.model, "peft_config", None):
             # The base stays sharded: maybe no rank could hold it.
             adapters = _adapter_values(optimizer._training_parts().engine)
-            with _without_quantizer(self.model):
+            # PEFT runs the forward of prompt encoders to save what it returns.
+            encoders = [*getattr(self.model, "prompt_encoder", nn.ModuleDict()).values()]
+            with _without_quantizer(self.model), optimizer.full_parameters(modules=encoders):
                 save(adapters)
         elif sharded and isinstance(self.model, PreTrainedModel):
             save({})
