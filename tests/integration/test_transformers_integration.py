@@ -437,14 +437,16 @@ def fine_tuned(trainer_class: Any, folder: str, changes: dict[str, Any], **optio
     """What TRL's trainer logs on packed sequences (rows without padding, several samples each)."""
     words = Tokenizer(models.WordLevel({str(word): word for word in range(WORDS)}, unk_token="0"))
     data = [sample["input_ids"] for sample in Sentences(60).samples]
-    settings = arguments(folder).to_dict() | {"max_steps": 4, "max_length": None, **changes}
-    own = {key: settings[key] for key in ("output_dir", "max_steps", "max_length", *changes)}
+    counted = {"max_steps": 4, "max_length": None, "eval_strategy": "steps", "eval_steps": 4}
+    settings = arguments(folder).to_dict() | {**counted, **changes}
+    own = {key: settings[key] for key in ("output_dir", *counted, *changes)}
     same = ("learning_rate", "warmup_steps", "logging_steps", "save_strategy", "use_cpu")
     own |= {key: settings[key] for key in (*same, "report_to", "disable_tqdm")}
     trainer = trainer_class(
         model_of("llama"),
         trl.SFTConfig(**own, bf16=False),
         train_dataset=datasets.Dataset.from_dict({"input_ids": data, "labels": data}),
+        eval_dataset=datasets.Dataset.from_dict({"input_ids": data[:6], "labels": data[:6]}),
         processing_class=PreTrainedTokenizerFast(
             tokenizer_object=words, pad_token="0", eos_token="1", unk_token="0"
         ),
@@ -452,7 +454,11 @@ def fine_tuned(trainer_class: Any, folder: str, changes: dict[str, Any], **optio
     )
     trainer.train()
     names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
-    return [[e[name] for name in names] for e in trainer.state.log_history if "entropy" in e]
+    history = trainer.state.log_history
+    rows = [[e[name] for name in names] for e in history if "entropy" in e]
+    in_evaluation = [e["eval_num_tokens"] for e in history if "eval_num_tokens" in e]
+    assert in_evaluation == [rows[-1][-1]], "the tokens of all ranks"
+    return rows
 
 
 def fine_tune_on_ranks(plan: poplar.Plan, folder: str, packed: bool) -> Any:

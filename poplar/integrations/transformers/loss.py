@@ -109,6 +109,8 @@ class PassMetrics:
         self._trainer = trainer
         self._weights: list[float] = []
         self._collects = False
+        self._merged_tokens = 0
+        """Of all ranks, at the last merge; the trainer's count may be ahead by this rank's own."""
         self._at_start: tuple[int, dict[str, int], int] = (0, {}, 0)
         """Passes, values by metric, and tokens that were collected before this step."""
         for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
@@ -164,24 +166,31 @@ class PassMetrics:
         metrics: dict[str, list[float]] = getattr(self._trainer, "_metrics", {}).get("train", {})
         return metrics
 
+    def merge_tokens(self) -> None:
+        """Let the trainer count the tokens of all ranks, before it logs the number. Collective."""
+        if hasattr(self._trainer, "_total_train_tokens"):
+            own = self._trainer._total_train_tokens - self._merged_tokens
+            self._merged_tokens += sum(gather_object([own]))
+            self._trainer._total_train_tokens = self._merged_tokens
+
     def merge(self) -> None:
         """Replace what was collected since the last call by its mean over all ranks. Collective."""
         weights, self._weights = self._weights, []
         if not hasattr(self._trainer, "_metrics"):
             return
+        self.merge_tokens()
         metrics = self._metrics()
-        tokens = getattr(self._trainer, "_total_train_tokens", 0)
-        by_rank = gather_object([(dict(metrics), weights, tokens)])
-        for name in sorted({name for own, _, _ in by_rank for name in own}):
+        by_rank = gather_object([(dict(metrics), weights)])
+        for name in sorted({name for own, _ in by_rank for name in own}):
             values = [
                 (value, weight)
-                for own, rank_weights, _ in by_rank
+                for own, rank_weights in by_rank
                 for value, weight in zip(own.get(name, ()), rank_weights, strict=False)
             ]
             total = sum(weight for _, weight in values)
             metrics[name] = [sum(v * w for v, w in values) / total if total else 0.0]
         if "num_tokens" in metrics:
-            metrics["num_tokens"] = [sum(own for _, _, own in by_rank)]
+            metrics["num_tokens"] = [self._merged_tokens]
 
     def _unless_collecting(self, gather: Callable[..., Any]) -> Callable[..., Any]:
         """`gather`, which in a step returns this rank's values, or raises."""

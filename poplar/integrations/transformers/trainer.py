@@ -508,6 +508,11 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
                 self._progress = self._monitor.report() or self._progress
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the trainer class. Collective."""
+        self.pass_metrics.merge_tokens()
+        return super().evaluate(*args, **kwargs)
+
     # Saving.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
