@@ -118,8 +118,15 @@ def prepare(
     Raises:
         ValueError: an argument asks for what Poplar does not support, or the plan has another
             global batch.
+        TypeError: `scheduler` is made already, for another optimizer.
     """
     _check(accelerator, model, loader)
+    if scheduler is not None and not callable(scheduler):
+        raise TypeError(
+            f"prepare() makes the optimizer, but scheduler= is a {type(scheduler).__name__} of "
+            "another one; pass a function that makes it, such as "
+            "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+        )
     if plan is not None and tuning:
         raise ValueError(
             f"prepare(tuning={dict(tuning)}) is for planning, but plan= was given; leave out one "
@@ -295,7 +302,7 @@ def _check(accelerator: Accelerator, model: nn.Module, loader: DataLoader[Any]) 
         )
     if getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("the model is prepared already; leave out accelerator.prepare for it")
-    if getattr(loader, "_is_accelerate_prepared", False) or not isinstance(loader, DataLoader):
+    if getattr(loader, "_is_accelerate_prepared", False):
         raise ValueError("the loader is prepared already; pass a plain torch DataLoader")
     if (problem := unknown_order(loader)) is not None:
         raise ValueError(

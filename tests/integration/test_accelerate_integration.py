@@ -435,6 +435,11 @@ def use_wrongly(way: str) -> None:
     if way in ("sampler", "prepared loader", "prepared model", "no plan"):
         plan = None if way == "no plan" else PLANS[1]
         prepare(accelerator, model, torch.optim.AdamW, loader, plan=plan, lr=0.1)
+    if way == "no loader":
+        prepare(accelerator, model, loader, torch.optim.AdamW, plan=PLANS[1], lr=0.1)  # type: ignore[arg-type]
+    if way == "made scheduler":
+        made = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 10)
+        prepare(accelerator, model, torch.optim.SGD, loader, plan=PLANS[1], scheduler=made)
     if way == "tuning":
         prepared(PLANS[1], accelerator, tuning={"memory_limit": "1GiB"})
     if way == "no profile":
@@ -459,6 +464,8 @@ def use_wrongly(way: str) -> None:
         ("split batch", "ask for 4 (batch_size 2 x 2 accumulation steps); change"),
         ("sampler", "but its sampler is a WeightedRandomSampler"),
         ("prepared loader", "pass a plain torch DataLoader"),
+        ("no loader", "but it is a type, not a DataLoader"),
+        ("made scheduler", "scheduler= is a StepLR of another one; pass a function that makes it"),
         ("prepared model", "leave out accelerator.prepare for it"),
         ("no plan", "needs loss_fn= to make a plan"),
         ("tuning", "is for planning, but plan= was given"),
