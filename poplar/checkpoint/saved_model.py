@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from poplar.checkpoint.files.data_file import SYNC_BYTES
-from poplar.checkpoint.files.new_files import aside_name, open_aside, written_aside
+from poplar.checkpoint.files.new_files import aside_name, discard, open_aside, written_aside
 from poplar.checkpoint.files.transfers import transfer_on_all_ranks
 from poplar.checkpoint.frozen_base import base_of, saves_base
 from poplar.comm import Control
 from poplar.comm.copies import to_bytes
 from poplar.comm.shard_layout import Layout
 from poplar.values.canonical_name import canonical
+from poplar.values.regular_files import naming
 from poplar.zero.agreement import run_on_all_ranks
 from poplar.zero.engine import Engine
 from poplar.zero.flat_parameter import FlatParameter
@@ -313,13 +314,14 @@ class Writer:
         """Flush the file to disk.
 
         Raises:
-            OSError: the file could not be written.
+            OSError: the file could not be written; names it.
         """
-        if self._error is not None:
-            raise self._error
-        assert self._file is not None
-        assert not self.unwritten, self.unwritten
-        self._sync()
+        with naming(self._path):
+            if self._error is not None:
+                raise self._error
+            assert self._file is not None
+            assert not self.unwritten, self.unwritten
+            self._sync()
 
     def _sync(self) -> None:
         assert self._file is not None
@@ -337,8 +339,7 @@ class Writer:
     def discard(self) -> None:
         """Remove the file unless it has been published."""
         if self._file is not None:
-            aside_name(self._path).unlink(missing_ok=True)
-            self._file.close()
+            discard(self._path, self._file)
 
 
 def _header(

@@ -15,6 +15,7 @@ import typer
 from poplar.cli.options import Debug, writable
 from poplar.cli.output import command_output
 from poplar.values.formatting import format_percent, format_seconds, format_table
+from poplar.values.regular_files import naming
 from poplar.values.schema import json_text
 from poplar.watch.job import run
 from poplar.watch.records import ENDINGS, RANKS, read_endings, read_records
@@ -91,7 +92,8 @@ def _conclude(
     print(table_of(verdict), *verdict.sentences(), sep="\n", file=sys.stderr)
     if json_file is not None:
         text = json_text(verdict.to_dict(), indent=2)
-        json_file.write_text(text + "\n", encoding="utf-8")
+        with naming(json_file):
+            json_file.write_text(text + "\n", encoding="utf-8")
     if html_file is not None:
         from poplar.monitoring.report import write_page
 

@@ -17,6 +17,7 @@ from poplar.planner.prediction import Prediction, predict
 from poplar.values import formatting
 from poplar.values.plan import STRATEGIES, Plan
 from poplar.values.profile import ClusterProfile
+from poplar.values.regular_files import naming
 from poplar.values.schema import from_fields
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def write_page(path_html: str | Path, template: str, **values: Any) -> None:
         page = _page(template, **values)
     path = Path(path_html)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    with naming(path):
+        path.write_text(page, encoding="utf-8")
 
 
 @contextmanager

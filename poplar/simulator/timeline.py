@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from poplar.values import plan_table
 from poplar.values.formatting import format_percent, format_seconds
+from poplar.values.regular_files import naming
 from poplar.values.schema import json_text
 
 STREAMS = ("compute", "communication")
@@ -77,7 +78,7 @@ class Timeline:
     def to_perfetto(self, path: str | Path) -> None:
         """Write a trace for ui.perfetto.dev: a process per rank, a thread per stream."""
         events = map(json_text, self._events())
-        with Path(path).open("w", encoding="utf-8") as file:
+        with naming(path), Path(path).open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + next(events))
             file.writelines(f",\n{event}" for event in events)
             file.write("\n]}\n")

@@ -1,6 +1,7 @@
 """Opens files that a stranger may have made: regular ones only, without waiting for a writer.
 
-Opening a FIFO waits until another process writes to it, and a device may have no end.
+Opening a FIFO waits until another process writes to it, and a device may have no end. Errors of
+writing name their file.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -35,3 +38,18 @@ def read_regular(path: str | Path, limit: int = 1 << 30) -> bytes:
         if size > limit:
             raise OSError(errno.EFBIG, f"{size} bytes are more than {limit}", str(path))
         return file.read(size)
+
+
+@contextmanager
+def naming(file: str | Path) -> Iterator[None]:
+    """A context whose errors name the file: those of writing, as to a full disk, do not.
+
+    Raises:
+        OSError: as raised inside, with the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(file)) from error

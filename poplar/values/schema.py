@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Union
 
-from poplar.values.regular_files import read_regular
+from poplar.values.regular_files import naming, read_regular
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,8 +93,14 @@ class Document:
             ) from error
 
     def to_json(self, path: str | Path) -> None:
-        """Write a file that `from_json` reads."""
-        Path(path).write_text(json_text(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        """Write a file that `from_json` reads.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        text = json_text(self.to_dict(), indent=2) + "\n"
+        with naming(path):
+            Path(path).write_text(text, encoding="utf-8")
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:

@@ -22,6 +22,7 @@ from poplar._core import crc32c
 from poplar.checkpoint.files.new_files import lock
 from poplar.checkpoint.files.stored_files import open_stored
 from poplar.system.storage import as_bytes, with_own_storage
+from poplar.values.regular_files import naming
 from poplar.values.schema import Count
 
 _CHUNK = 16 << 20
@@ -88,7 +89,7 @@ class DataFile:
         """
         self._is_stopped = is_stopped
         places: list[tuple[int, int]] = []
-        try:
+        with naming(self.path):
             with checksums_of_torch(False):
                 for item in items:
                     begin = self.written.length
@@ -97,8 +98,6 @@ class DataFile:
                         raise self._failure
                     places.append((begin, self.written.length - begin))
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
         return places
 
     def _write_value(self, value: Any) -> None:
@@ -205,7 +204,7 @@ def checksum(folder: Path, name: str) -> Stored:
 
 def write_whole(path: Path, data: bytes) -> Stored:
     """Write a small file to the disk."""
-    with path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from poplar.values.regular_files import naming
+
 
 def aside_name(path: Path) -> Path:
     """Where a file or a checkpoint is while it is incomplete."""
@@ -26,21 +28,21 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
         FileExistsError: another program writes it.
         OSError: it cannot be written.
     """
-    with open_aside(path) as file:
+    with naming(path), open_aside(path) as file:
         try:
             yield file
             file.flush()
             os.fsync(file.fileno())
             aside_name(path).replace(path)
         except BaseException:
-            aside_name(path).unlink(missing_ok=True)
+            discard(path, file)
             raise
 
 
 def open_aside(path: Path) -> BinaryIO:
     """A new file with the name `aside_name(path)`, locked.
 
-    Rename or remove it before it is closed: later it may belong to another program.
+    Rename or `discard` it before it is closed: later it may belong to another program.
 
     Raises:
         FileExistsError: another program writes it.
@@ -52,6 +54,13 @@ def open_aside(path: Path) -> BinaryIO:
     file = aside.open("xb")
     lock(file)
     return file
+
+
+def discard(path: Path, file: BinaryIO) -> None:
+    """Remove and close what `open_aside` made."""
+    aside_name(path).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # of a full disk, to which the buffer cannot be written
+        file.close()
 
 
 def lock(file: IO[bytes]) -> None:

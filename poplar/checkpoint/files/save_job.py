@@ -35,6 +35,7 @@ from poplar.checkpoint.files.new_files import aside_name, has_writer
 from poplar.comm import Control
 from poplar.values.errors import RankFailed
 from poplar.values.formatting import printable
+from poplar.values.regular_files import naming
 from poplar.values.schema import parse_json
 from poplar.zero.agreement import raise_on_all_ranks
 
@@ -192,7 +193,8 @@ class PendingSave:
         places = self._file.write_items(job.items[job.rank], job.values, self._cancel.is_set)
         path = job.aside / _LIST.format(rank=job.rank)
         hidden = path.with_suffix(".part")
-        hidden.write_text(json.dumps([self._file.written, places]))
+        with naming(hidden):
+            hidden.write_text(json.dumps([self._file.written, places]))
         hidden.rename(path)  # so that the first rank reads all of it
 
 
