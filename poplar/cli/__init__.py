@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from poplar.values.regular_files import naming
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and end the process with its exit code.
@@ -18,14 +20,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: without the program's name; None: those of this process.
     """
+    _open_closed_streams()
     from poplar.cli.app import app
 
     code = 0
     try:
-        app(arguments, prog_name="poplar")
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        with naming("standard output"):
+            try:
+                app(arguments, prog_name="poplar")
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            sys.stdout.flush()
+    except OSError as error:  # commands print those of files
+        code = 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the shutdown flushes again
+        print(f"poplar: {error}", file=sys.stderr)
     _exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device for streams that are closed, as under some service managers.
+
+    Otherwise the next file or socket gets the descriptor, and what is printed.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _exit(code: int) -> None:
@@ -35,6 +55,5 @@ def _exit(code: int) -> None:
     """
     if "torch" not in sys.modules:
         sys.exit(code)
-    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
+import sys
 import typing
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +106,28 @@ def test_doctor_prints_text_or_json():
     document = json.loads(printed.stdout)
     assert document["ok"]
     assert document["ranks"][0]["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize(
+    ("stream", "code", "errors"),
+    [("1>&-", 0, ""), ("1>/dev/full", 1, r"poplar: .* No space left .*: 'standard output'\n")],
+    ids=["closed", "full"],
+)
+def test_output_that_cannot_be_printed(measured, tmp_path, options, stream, code, errors):
+    path = tmp_path / "plan.json"
+    words = ["-m", "poplar", "plan", measured, "--global-batch", 24, "-o", path, *options]
+    command = shlex.join(map(str, [sys.executable, *words]))
+    ended = subprocess.run(["sh", "-c", f"{command} {stream}"], capture_output=True, text=True)
+    assert ended.returncode == code
+    assert re.fullmatch(errors, ended.stderr)
+    assert Plan.from_json(path).global_batch == 24
+
+
+def test_error_of_a_full_disk_names_the_file(measured):
+    shown = run("plan", measured, "--global-batch", 24, "-o", "/dev/full")
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert "No space left on device: '/dev/full'" in shown.stderr
 
 
 def test_doctor_exits_with_1_if_there_is_a_problem(monkeypatch):
@@ -411,11 +437,12 @@ def test_profile_plan_and_verify_on_one_rank(train, tmp_path):
 
 def test_verify_on_two_ranks_finds_a_loss_that_couples_samples(train, tmp_path):
     plan = tmp_path / "p.json"
-    Plan.manual("3,1", stage=1).to_json(plan)
+    Plan.manual("4,1", stage=1).to_json(plan)  # both ranks begin with the first of 4 samples
     arguments = ("--plan", plan, "--json", "--device", "cpu")
     printed = launch("verify", f"{train}:coupled", *arguments, ranks=2)
     assert printed.returncode == 1
     assert not json.loads(printed.stdout)["ok"]
+    assert "same first sample" not in printed.stderr
 
 
 TOKENS_IN_16_BITS = """
