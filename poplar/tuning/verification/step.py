@@ -114,7 +114,7 @@ def verify(
             before = {parameter.dtype for parameter in model.parameters()}
 
             def optimizer_of(communication: Communication) -> HeteroZeroOptimizer:
-                return HeteroZeroOptimizer(
+                optimizer = HeteroZeroOptimizer(
                     model,
                     torch.optim.SGD,
                     plan=replace(plan, communication=communication),
@@ -126,6 +126,8 @@ def verify(
                     allow_forward_state=True,
                     lr=0.0,
                 )
+                optimizer._training.expect_artificial_data()  # samples may be repeated
+                return optimizer
 
             optimizer = optimizer_of(EXACT)
             computing = {parameter: parameter.dtype for parameter in model.parameters()}
