@@ -859,7 +859,7 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
         training = self._training
         training.step.nonfinite.reject_state("save_model()")
         training.send_masters()
-        given = training.engine, self.control, training.model, Path(path)
+        given = training.engine, self.control, training.model, path
         save_model(*given, sharded=sharded, frozen=frozen)
 
     def _refuse_local(self, doing: str) -> None:

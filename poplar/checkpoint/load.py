@@ -83,7 +83,7 @@ def load_checkpoint(
             something, has a newer format, or contains an object of a class, see `weights_only`.
         RankFailed: another rank failed. Unless the message says so, nothing has changed.
     """
-    wanted = dict(state or {})
+    wanted = state or {}
 
     def load() -> tuple[None, Load]:
         return None, load_now(folder, optimizer, wanted, weights_only=weights_only)
@@ -95,9 +95,11 @@ def load_now(
     folder: str | Path, optimizer: Checkpointed, wanted: Mapping[str, Any], *, weights_only: bool
 ) -> Load:
     """Load on the active ranks, as part of a call. Arguments as for `load_checkpoint`."""
-    path, doing = Path(os.path.abspath(folder)), f"load_checkpoint({str(folder)!r})"
-    open_checkpoint = partial(OpenedCheckpoint, path, weights_only=weights_only)
-    return load_opened(open_checkpoint, optimizer, wanted, doing)
+
+    def open_checkpoint() -> OpenedCheckpoint:
+        return OpenedCheckpoint(Path(os.path.abspath(folder)), weights_only=weights_only)
+
+    return load_opened(open_checkpoint, optimizer, wanted, f"load_checkpoint({str(folder)!r})")
 
 
 @torch.no_grad()

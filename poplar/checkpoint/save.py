@@ -126,7 +126,6 @@ class Saver:
             step: stored in the manifest.
             replaces: an existing checkpoint is replaced once the new one is complete.
         """
-        path = Path(os.path.abspath(folder))
         parts = self._optimizer._training_parts()
         if self._agreement.changes_of_ranks != parts.changes_of_ranks:
             self._agreement = Agreement(parts.changes_of_ranks)
@@ -137,7 +136,8 @@ class Saver:
 
         made: list[DataFile] = []
 
-        def prepare() -> tuple[Content, dict[str, int]]:
+        def prepare() -> tuple[Path, Content, dict[str, int]]:
+            path = Path(os.path.abspath(folder))
             check_idle(parts, "save_checkpoint()")
             frozen = _saves_base(parts, self._frozen)
             content = content_of(parts, State.of(state or {}), frozen, rank)
@@ -147,11 +147,11 @@ class Saver:
                 self._checked = True
             if rank == 0:
                 made.append(_make_folder(path, replaces))
-            return content, buffers
+            return path, content, buffers
 
         pending: list[PendingSave] = []
         try:
-            content, buffers = run_on_all_ranks(control, prepare, doing=doing)
+            path, content, buffers = run_on_all_ranks(control, prepare, doing=doing)
             whose = parts.engine.buffer_rank
             agreement.agree(control, content, buffers, whose, path.name, doing)
 

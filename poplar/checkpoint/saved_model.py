@@ -59,7 +59,7 @@ def save_model(
     engine: Engine,
     control: Control,
     model: nn.Module,
-    path: Path,
+    path: str | Path,
     *,
     sharded: bool,
     frozen: bool | None,
@@ -79,15 +79,22 @@ def save_model(
 
 
 def _save(
-    engine: Engine, control: Control, model: nn.Module, path: Path, *, sharded: bool, whole: bool
+    engine: Engine,
+    control: Control,
+    model: nn.Module,
+    given: str | Path,
+    *,
+    sharded: bool,
+    whole: bool,
 ) -> None:
-    doing, rank = f"save_model({str(path)!r})", control.group.rank
+    doing, rank = f"save_model({str(given)!r})", control.group.rank
     device = engine.flats[0].device
 
     def on_all_ranks(work: Callable[[], T]) -> T:
         return run_on_all_ranks(control, work, doing=doing)
 
-    catalog = on_all_ranks(lambda: _prepare(engine, model, path, sharded, whole))
+    catalog = on_all_ranks(lambda: _prepare(engine, model, Path(given), sharded, whole))
+    path = Path(given)
     owners = {flat: _owners(flat, engine.comm.group.size, sharded) for flat in engine.flats}
     if not sharded:
         catalog = _with_buffers_of_all(engine, control, model, catalog, doing)

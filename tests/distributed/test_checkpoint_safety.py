@@ -287,6 +287,19 @@ def fail_to_save(folder: str) -> list[harness.Failure]:
     expect_error("step")
     optimizer.step()
     poplar.save_checkpoint(f"{folder}/fine", optimizer)
+    with_path: Any = f"{folder}/fine" if harness.rank() == 0 else None
+    with_state: Any = None if harness.rank() == 0 else [1]
+    for call in (
+        lambda: poplar.save_checkpoint(f"{folder}/new", optimizer, state=with_state),
+        lambda: poplar.save_checkpoint(with_path and f"{folder}/new", optimizer),
+        lambda: poplar.load_checkpoint(with_path, optimizer),
+        lambda: poplar.load_checkpoint(f"{folder}/fine", optimizer, state=with_state),
+        lambda: optimizer.save_model(with_path and f"{folder}/model"),
+    ):
+        with harness.catching() as caught:
+            call()
+        failures.extend(caught)
+    poplar.load_checkpoint(f"{folder}/fine", optimizer)
     return failures
 
 
@@ -322,6 +335,11 @@ def test_failed_save_raises_on_all_ranks_and_leaves_nothing(ranks: Pool, tmp_pat
         "['position']",
         "inside full_parameters()",
         "step()",
+        "'list' object",
+        "not NoneType",
+        "not NoneType",
+        "'list' object",
+        "not NoneType",
     )
     for number, pattern in enumerate(expected):
         assert_raised([failures[number] for failures in by_rank], pattern)
