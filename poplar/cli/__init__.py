@@ -7,9 +7,11 @@ Exit codes: 0 success, 1 a problem was found or an error occurred, 2 invalid arg
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from poplar.values.regular_files import naming
 
@@ -20,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: without the program's name; None: those of this process.
     """
-    _open_closed_streams()
+    _prepare_streams()
     from poplar.cli.app import app
 
     code = 0
@@ -34,18 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:  # commands print those of files
         code = 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the shutdown flushes again
-        print(f"poplar: {error}", file=sys.stderr)
+        with suppress(OSError):  # stderr may be the same file
+            print(f"poplar: {error}", file=sys.stderr)
     _exit(code)
 
 
-def _open_closed_streams() -> None:
+def _prepare_streams() -> None:
     """Open the null device for streams that are closed, as under some service managers.
 
-    Otherwise the next file or socket gets the descriptor, and what is printed.
+    Otherwise the next file or socket gets the descriptor, and what is printed. Characters that the
+    encoding of stdout lacks are printed as escapes.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _exit(code: int) -> None:

@@ -31,7 +31,9 @@ def watch(
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND...", help="As in: -- torchrun train.py")
     ],
-    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two tables.")] = 10.0,
+    every: Annotated[
+        float, typer.Option(min=0.5, max=1e9, help="Seconds between two tables.")
+    ] = 10.0,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write the summary here.", callback=writable),
@@ -70,8 +72,9 @@ def watch(
                 print(table_of(verdict), file=sys.stderr)
 
         status = run(command, folder, every, look)
-        # An error after the end of the job is printed, and does not replace its exit code.
-        with suppress(typer.Exit), command_output(as_json=False, debug=debug):
+        # An error after the end of the job is printed, and does not replace its exit code. An
+        # OSError is that of printing: the disk of stderr may be full.
+        with suppress(typer.Exit, OSError), command_output(as_json=False, debug=debug):
             endings = read_endings(folder)
             verdict = judge(read_records(folder), endings)
             _conclude(verdict, endings, json_file, html_file)

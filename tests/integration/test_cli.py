@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -122,6 +123,21 @@ def test_output_that_cannot_be_printed(measured, tmp_path, options, stream, code
     assert ended.returncode == code
     assert re.fullmatch(errors, ended.stderr)
     assert Plan.from_json(path).global_batch == 24
+
+
+def test_characters_that_the_encoding_lacks_are_escaped(measured):
+    words = [sys.executable, "-m", "poplar", "plan", measured, "--global-batch", "24", "--explain"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert r"error \xb15 %" in ended.stdout
+
+
+def test_a_full_stderr_does_not_replace_the_exit_status_of_a_watched_job():
+    words = [sys.executable, "-m", "poplar", "watch", "--", "sh", "-c", "exit 3"]
+    ended = subprocess.run(["sh", "-c", f"{shlex.join(words)} 2>/dev/full"])
+    assert ended.returncode == 3
+    assert run("watch", "--every", "inf", "--", "true").exit_code == 2
 
 
 def test_error_of_a_full_disk_names_the_file(measured):
