@@ -435,8 +435,8 @@ class HeteroZeroOptimizer(torch.optim.Optimizer):
             RankFailed: arguments of another rank are wrong, or it could not finish its passes.
         """
         self._training.unscale()
-        settings = self._training.settings(max_norm=max_norm, norm_type=float(norm_type))
-        return self._training.step.clip(float(max_norm), settings)
+        settings = self._training.settings(max_norm=max_norm, norm_type=norm_type)
+        return self._training.step.clip(settings)
 
     @collective
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -112,15 +113,26 @@ def test_a_negative_norm_is_refused_after_unscaling(ranks: Pool) -> None:
     training.assert_raised(failures, "would reverse the gradient")
 
 
+NO_NORMS = (
+    (1.0, 0, "norm_type=0 is no norm"),
+    (1.0, -1.0, "norm_type=-1.0 is"),
+    (1.0, math.nan, "norm_type=nan is"),
+    (1.0, "x", "norm_type='x' is"),
+    ("x", 2.0, "max_norm='x' is a str; give a number"),
+    (None, 2.0, "max_norm"),
+)
+"""What the last rank clips with, and what all ranks are told."""
+
+
 def clip_by_no_norm(run: Run) -> tuple[list[Failure | None], dict[str, Tensor]]:
-    """Clip a step by each of these, on one rank or on all, and take a good step."""
+    """Clip a step by each of these on one rank, and take a good step."""
     model, optimizer = training.prepare(run)
     failures = []
-    for norm_type in (0, own(2.0, -1.0), float("-inf"), float("nan")):
+    for max_norm, norm_type, _ in NO_NORMS:
         for micro_batch in optimizer.micro_batches(training.batch_of(run, 0)):
             training.loss_of(run.recipe)(model, micro_batch).backward()
         with harness.catching() as caught:
-            optimizer.clip_grad_norm_(1.0, norm_type)
+            optimizer.clip_grad_norm_(own(1.0, max_norm), own(2.0, norm_type))
         failures.append((caught or [None])[0])
     training.take_step(run, model, optimizer, 2)
     return failures, training.whole_parameters(model, optimizer)
@@ -129,8 +141,8 @@ def clip_by_no_norm(run: Run) -> tuple[list[Failure | None], dict[str, Tensor]]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_no_norm_is_refused_and_training_continues(ranks: Pool, stage: int) -> None:
     answers = ranks.run(clip_by_no_norm, run_of(stage), ranks=3)
-    messages = ["norm_type=0.0 is no norm", "norm_type=-1.0 is", "norm_type=-inf is", "type: nan"]
-    for failures, message in zip(zip(*[f for f, _ in answers], strict=True), messages, strict=True):
+    by_case = zip(*[failures for failures, _ in answers], strict=True)
+    for failures, (*_, message) in zip(by_case, NO_NORMS, strict=True):
         training.assert_raised(failures, message)
     for _, parameters in answers:
         training.assert_same(parameters, answers[0][1])

@@ -13,6 +13,7 @@ rank raises stops all ranks: see `collective_calls`.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -460,10 +461,12 @@ class Step:
         factor = 1.0 if state.factor is None else state.factor
         return torch.where(state.scale == 0, norm, norm * factor / state.scale)
 
-    def clip(self, max_norm: float, settings: StepSettings) -> Tensor:
+    def clip(self, settings: StepSettings) -> Tensor:
         """Scale the gradient to a norm of at most `max_norm`; returns its norm. Collective."""
         norm, scale = self.norm(settings), self._engine.step.scale
-        self._scale_gradient(ops.clip_coefficient(norm, max_norm, scale))
+        if math.isnan(settings.max_norm):  # on all ranks, which have agreed on it
+            raise TypeError("max_norm=None; give a number")
+        self._scale_gradient(ops.clip_coefficient(norm, settings.max_norm, scale))
         return (norm if scale is None else norm * scale).float()
 
     def multiply_gradient(self, factor: Tensor, settings: StepSettings) -> Tensor:

@@ -6,6 +6,7 @@ setting that is a tensor is not read on the host: its checksum travels with the 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
@@ -49,11 +50,12 @@ class StepSettings:
             updates: how many updates this rank has applied.
             later: in the last of them, the settings of this rank that came later than the exchange
                 that compared them, as text. See `later_than`.
-            max_norm: to which the gradient is clipped, as far as that is known.
+            max_norm: to which the gradient is clipped, as far as that is known. None: not at all.
             scale: the loss scale, or its inverse.
             has_hooks: hooks run around the update. Not compared: the ranks agree after the hooks.
         """
-        self.norm_type, self.has_hooks = norm_type, has_hooks
+        self.max_norm, self.norm_type = _converted(max_norm), _converted(norm_type)
+        self.has_hooks = has_hooks
         self._given: dict[_Key, Any] = {"max_norm": max_norm, "norm_type": norm_type}
         self._given |= {UPDATES: updates, LATER: later}
         self._given["the use of a loss scaler"] = scale is not None
@@ -82,10 +84,11 @@ class StepSettings:
         max_norm = self._given["max_norm"]
         if not isinstance(max_norm, SupportsFloat | None):
             raise TypeError(f"max_norm={max_norm!r} is a {type(max_norm).__name__}; give a number")
-        if max_norm is not None and float(max_norm) < 0:
+        if self.max_norm < 0:
             raise ValueError(f"max_norm={max_norm} would reverse the gradient; give at least 0")
-        if self.norm_type <= 0:
-            raise ValueError(f"norm_type={self.norm_type} is no norm; give more than 0, or inf")
+        if not self.norm_type > 0:
+            norm_type = self._given["norm_type"]
+            raise ValueError(f"norm_type={norm_type!r} is no norm; give more than 0, or inf")
         if names := [_name(key) for key, number in self._numbers.items() if number == _NAN]:
             raise ValueError(f"{', '.join(names)}: nan, which the step would make of parameters")
 
@@ -119,6 +122,14 @@ class StepSettings:
 
 def _name(key: _Key) -> str:
     return key if isinstance(key, str) else f"{key[0]} of param group {key[1]}"
+
+
+def _converted(value: Any) -> float:
+    """A number; NaN if it is none, so that `check` raises where the ranks agree on errors."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _plain(value: Any) -> Any:
