@@ -7,7 +7,7 @@ is sharded between the passes of a step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -111,14 +111,29 @@ class UnequalPasses(_UnequalPasses):
 
     @contextmanager
     def _pass(self, last: bool) -> Iterator[None]:
+        # `autograd.grad` in the body leaves the gradients of earlier passes and the parameters,
+        # which the backward of the loss may need again.
+        with self._after_backwards(reduces=False, reshards=False, then=True):
+            yield
+
+    def _backward(self, last: bool) -> AbstractContextManager[None]:
+        return self._after_backwards(
+            reduces=last or self._plan.synchronizes_every_pass,
+            reshards=last or not self._keeps_parameters,
+            then=False,
+        )
+
+    @contextmanager
+    def _after_backwards(self, *, reduces: bool, reshards: bool, then: bool) -> Iterator[None]:
+        """A context in which FSDP2 does this after a backward; `then`: both, or neither."""
         model = self._model
-        model.set_requires_gradient_sync(last or self._plan.synchronizes_every_pass)
-        model.set_reshard_after_backward(last or not self._keeps_parameters)
+        model.set_requires_gradient_sync(reduces)
+        model.set_reshard_after_backward(reshards)
         try:
             yield
         finally:
-            model.set_requires_gradient_sync(True)
-            model.set_reshard_after_backward(True)
+            model.set_requires_gradient_sync(then)
+            model.set_reshard_after_backward(then)
 
 
 def _divide_factors(module: FSDPModule) -> list[float | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -110,6 +110,10 @@ class UnequalPasses:
     def _pass(self, last: bool) -> AbstractContextManager[None]:
         """A context for the forward and the backward of one pass; `last`: of the step."""
         raise NotImplementedError
+
+    def _backward(self, last: bool) -> AbstractContextManager[None]:
+        """A context for the backward of one pass; the body may run `autograd.grad` before it."""
+        return nullcontext()
 
     def _stand_in(self) -> Callable[[bool], None] | None:
         """Takes part, without a gradient, in what the engine communicates in a step in which this

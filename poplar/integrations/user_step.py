@@ -175,7 +175,8 @@ class UserStep:
         self._in_last_backward = micro_batch.last
         self._in_backward = True
         try:
-            self._run_backward(loss, micro_batch)
+            with self._passes._backward(micro_batch.last):
+                self._run_backward(loss, micro_batch)
         finally:
             self._in_backward = False
         if micro_batch.last and self._stand_in is not None:
@@ -206,7 +207,7 @@ class UserStep:
         self._has_run = True
 
         def check(gradient: Tensor) -> None:
-            if not self._is_running or self._in_backward:
+            if not self._is_running or self._in_backward or not _backward_accumulates():
                 return
             if self._open is not None:
                 raise RuntimeError(self._without_backward())
@@ -247,7 +248,7 @@ def gradients_zeroed(loss: Tensor) -> Iterator[None]:
     def zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
-    handles = [node.register_prehook(zeros) for node in _reaching_parameters(loss)]
+    handles = [node.register_prehook(zeros) for node in _reaching_parameters(loss.grad_fn)]
     try:
         yield
     finally:
@@ -255,9 +256,22 @@ def gradients_zeroed(loss: Tensor) -> Iterator[None]:
             handle.remove()
 
 
-def _reaching_parameters(loss: Tensor) -> list[Any]:
+def _backward_accumulates() -> bool:
+    """Whether the running backward adds gradients to parameters. For a hook on a tensor.
+
+    `autograd.grad` only returns them: a loss may need those of inputs, as a gradient penalty does.
+    """
+    nodes = _reaching_parameters(torch._C._current_autograd_node())
+    leaves = [node for node in nodes if hasattr(node, "variable")]
+    try:
+        return any(torch._C._will_engine_execute_node(leaf) for leaf in leaves)
+    except RuntimeError:  # torch cannot tell of a leaf whose gradient `autograd.grad` returns
+        return False
+
+
+def _reaching_parameters(start: Any) -> list[Any]:
     """The nodes of the autograd graph that add gradients to parameters, or may do so inside."""
-    found, seen, stack = [], set(), [loss.grad_fn]
+    found, seen, stack = [], set(), [start]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
