@@ -420,6 +420,39 @@ def test_saved_weights_are_exact_after_compressed_updates(ranks, tmp_path, stage
     torch.testing.assert_close(dict(found), expected, rtol=0, atol=0)
 
 
+class Normalized(Regression):
+    """With statistics of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__(total=12)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+def save_and_evaluate_statistics(folder: Path, stage: int) -> dict[str, float]:
+    """The first rank, which saves, has no samples."""
+    plan = plan_of(stage, ((0,), (8,), (0,), (0,)))
+    with environment():
+        strategy = PoplarStrategy(plan=plan, allow_forward_state=True)
+        module, run = model(Normalized), on_ranks(folder, None, strategy=strategy, max_steps=5)
+        run.fit(module, data(), data(45, batch_size=3, drop_last=False))
+        run.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+        return numbers(run.callback_metrics)
+
+
+@pytest.mark.parametrize("stage", choose(quick=(3,), full=(0, 1, 2, 3)))
+def test_a_rank_without_samples_saves_and_evaluates_the_trained_statistics(ranks, tmp_path, stage):
+    by_rank = ranks.run(save_and_evaluate_statistics, tmp_path, stage)
+    run, expected = trainer(tmp_path, devices=1, max_steps=5), model(Normalized)
+    run.fit(expected, data(batch_size=8), data(45, batch_size=8, drop_last=False))
+    for found in by_rank:
+        assert found == pytest.approx(numbers(run.callback_metrics), rel=1e-4)
+    saved = Normalized.load_from_checkpoint(tmp_path / "weights.ckpt").state_dict()
+    torch.testing.assert_close(dict(saved), dict(expected.state_dict()), rtol=1e-4, atol=1e-5)
+
+
 class BadSample(Regression):
     """One pass of rank 0 has no finite loss in the third step."""
 

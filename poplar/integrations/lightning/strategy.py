@@ -59,6 +59,7 @@ from poplar.values.profile import ClusterProfile
 from poplar.zero.optimizers.granularity import Granularity
 from poplar.zero.steps.nonfinite import OnNonFinite
 from poplar.zero.steps.step_result import StepResult
+from poplar.zero.trained_buffers import take_trained_buffers
 
 
 class PoplarStrategy(DDPStrategy):
@@ -502,6 +503,15 @@ class PoplarStrategy(DDPStrategy):
             if outcome is not None and outcome.loss is not None:
                 outcome.loss.copy_(loss)
         return result
+
+    # Evaluation.
+
+    def on_validation_start(self) -> None:
+        """A rank without samples evaluates with the trained buffers. Collective."""
+        if self._owns_module:
+            take_trained_buffers(self.optimizer._training.engine, doing="the evaluation")
+
+    on_test_start = on_predict_start = on_validation_start
 
     # Checkpoints.
 

@@ -61,6 +61,7 @@ from poplar.zero.collective_calls import new_group
 from poplar.zero.engine import Engine
 from poplar.zero.grad_scaler import GradScaler
 from poplar.zero.steps.step_result import StepResult
+from poplar.zero.trained_buffers import take_trained_buffers
 from poplar.zero.unit import find_blocks
 
 FOLDER = "poplar"
@@ -399,6 +400,13 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         steps = 1 + self.state.global_step - self._globalstep_last_logged
         return torch.where(loss.isfinite(), loss, self._tr_loss / steps)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the trainer class. A rank without samples evaluates with the trained buffers."""
+        optimizer = self._own_optimizer()
+        if optimizer is not None:
+            take_trained_buffers(optimizer._training.engine, doing="the evaluation")
+        return super().evaluation_loop(*args, **kwargs)
+
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As of the trainer class. Ranks that generate run equally many forwards at stage 3."""
         optimizer = self._own_optimizer()
@@ -522,8 +530,10 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             super().save_model(output_dir, _internal_call)
             return
         folder = self.args.output_dir if output_dir is None else output_dir
-        sharded = optimizer._training_parts().engine.strategy.shards_parameters
+        engine = optimizer._training_parts().engine
+        sharded = engine.strategy.shards_parameters
         doing = f"save_model({str(folder)!r})"
+        take_trained_buffers(engine, doing=doing)
 
         def save(state: dict[str, Any] | None = None) -> None:
             """On one rank; the others wait as long as it writes."""
@@ -537,7 +547,7 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
         # A `PreTrainedModel` has adapters, too, after `model.add_adapter`.
         if sharded and getattr(self.model, "peft_config", None):
             # The base stays sharded: maybe no rank could hold it.
-            adapters = _adapter_values(optimizer._training_parts().engine)
+            adapters = _adapter_values(engine)
             # PEFT runs the forward of prompt encoders to save what it returns.
             encoders = [*getattr(self.model, "prompt_encoder", nn.ModuleDict()).values()]
             with _without_quantizer(self.model), optimizer.full_parameters(modules=encoders):

@@ -24,9 +24,9 @@ from poplar.zero.agreement import caught, leader_of, raise_on_any_error
 from poplar.zero.engine import Engine
 from poplar.zero.micro_batch_loss import check_scalar
 from poplar.zero.micro_batches import BatchSplitter, Weight, counted
-from poplar.zero.opaque_parameter import is_opaque_buffer
 from poplar.zero.passes.collective_pass import Mode
-from poplar.zero.preserved_state import persistent_buffers, set_evaluation_mode
+from poplar.zero.preserved_state import set_evaluation_mode
+from poplar.zero.trained_buffers import take_trained_buffers
 
 _ROUNDS = 8
 """Rounds in the time of a deadline; a batch may delay the end of one."""
@@ -63,7 +63,7 @@ class Evaluation:
         modes = [(module, module.training) for module in self._engine.model.modules()]
         self._do(partial(set_evaluation_mode, self._engine.model))
         try:
-            self._take_trained_buffers()
+            take_trained_buffers(self._engine, doing="evaluate()")
             self._run_rounds(loader)
         finally:
             self._do(partial(_restore, modes))
@@ -104,19 +104,6 @@ class Evaluation:
             if sharded:
                 failed = self._error is not None
                 self._do(partial(self._engine.end_pass, failed=failed))
-
-    def _take_trained_buffers(self) -> None:
-        """Copy the buffers that are saved for all, as of BatchNorm, to ranks without samples."""
-        engine, rank = self._engine, self._control.group.rank
-        if not engine.idle_ranks:
-            return
-        buffers, whose = persistent_buffers(engine.model), engine.buffer_rank
-        own = {n: b.detach() for n, b in buffers.items() if not is_opaque_buffer(b)}
-        sent = own if rank == whose else {}
-        received = self._control.exchange_objects(sent, what="the buffers of evaluate()")[whose]
-        if rank in engine.idle_ranks:
-            for name, value in received.items():
-                self._do(partial(own[name].copy_, value))
 
     def _do(self, work: Callable[[], object]) -> None:
         """Do work that is due on every rank, also after an error, and keep the first error."""
