@@ -19,6 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from poplar.data import pytree
+from poplar.system.autograd_graph import leaf_of, nodes_from
 from poplar.values.errors import PoplarError, agreed
 from poplar.zero.agreement import raise_on_any_error
 from poplar.zero.micro_batch_loop import MicroBatchLoop
@@ -248,7 +249,11 @@ def gradients_zeroed(loss: Tensor) -> Iterator[None]:
     def zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
-    handles = [node.register_prehook(zeros) for node in _reaching_parameters(loss.grad_fn)]
+    handles = [
+        node.register_prehook(zeros)
+        for node in nodes_from(loss.grad_fn)
+        if leaf_of(node) is not None or isinstance(node, BackwardCFunction)
+    ]
     try:
         yield
     finally:
@@ -261,26 +266,12 @@ def _backward_accumulates() -> bool:
 
     `autograd.grad` only returns them: a loss may need those of inputs, as a gradient penalty does.
     """
-    nodes = _reaching_parameters(torch._C._current_autograd_node())
-    leaves = [node for node in nodes if hasattr(node, "variable")]
+    nodes = nodes_from(torch._C._current_autograd_node())
+    leaves = (node for node in nodes if isinstance(leaf_of(node), nn.Parameter))
     try:
-        return any(torch._C._will_engine_execute_node(leaf) for leaf in leaves)
+        return any(map(torch._C._will_engine_execute_node, leaves))
     except RuntimeError:  # torch cannot tell of a leaf whose gradient `autograd.grad` returns
         return False
-
-
-def _reaching_parameters(start: Any) -> list[Any]:
-    """The nodes of the autograd graph that add gradients to parameters, or may do so inside."""
-    found, seen, stack = [], set(), [start]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable") or isinstance(node, BackwardCFunction):
-            found.append(node)
-        stack += [following for following, _ in node.next_functions]
-    return found
 
 
 def _rounds(factor: float, dtype: torch.dtype) -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 from poplar.data import pytree
 from poplar.programmes.graph.graph import BUFFER, INPUT, LEAVES, PARAMETER
@@ -24,6 +23,7 @@ from poplar.programmes.rules.registry import whole_call
 from poplar.programmes.run.exported_graph import ExportedLoss, export_loss
 from poplar.programmes.run.function_modes import HooksRefused
 from poplar.programmes.run.local_execution import run_local
+from poplar.system.autograd_graph import nodes_from
 from poplar.system.out_of_memory import is_out_of_memory
 from poplar.values.errors import NotExportable
 from poplar.zero.micro_batch_loss import LossFunction
@@ -223,16 +223,10 @@ class CheckedExport:
 
 
 def _refuse_custom_functions(loss: Tensor) -> None:
-    found, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in found:
+    for node in nodes_from(loss.grad_fn):
+        kind = getattr(node, "_forward_cls", None)  # of functions that are written in Python
+        if kind is None:
             continue
-        found.add(node)
-        waiting += [following for following, _ in node.next_functions]
-        if not isinstance(node, BackwardCFunction):
-            continue
-        kind = node._forward_cls
         if kind.__name__ == "BackwardHookFunction":
             raise NotExportable(
                 "a module has a backward hook (register_full_backward_hook), and a graph has none"

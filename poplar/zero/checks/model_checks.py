@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from poplar.system.autograd_graph import leaf_of, nodes_from
 from poplar.values.formatting import format_names
 from poplar.zero.absent_parameter import AbsentValues
 from poplar.zero.flat_parameter import PACKABLE
@@ -266,9 +267,9 @@ def warn_of_outside(model: nn.Module, loss: Tensor, *, stacklevel: int) -> None:
     """
     own = set(map(id, model.parameters()))
     shapes = [
-        str(tuple(parameter.shape))
-        for parameter in _parameters_of(loss)
-        if id(parameter) not in own and id(parameter) not in _OWNERS
+        str(tuple(leaf.shape))
+        for leaf in map(leaf_of, nodes_from(loss.grad_fn))
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in own and id(leaf) not in _OWNERS
     ]
     if shapes:
         warnings.warn(
@@ -276,23 +277,10 @@ def warn_of_outside(model: nn.Module, loss: Tensor, *, stacklevel: int) -> None:
             f"shape(s) {format_names(shapes)}. Every rank keeps the gradient of its own samples "
             "for them, so another optimizer would train different values on every rank. Make them "
             "part of the model, such as nn.ModuleDict({'model': model, 'criterion': criterion}), "
-            "before the optimizer is built, or freeze them with requires_grad_(False)",
+            "before the optimizer is built, or freeze them with requires_grad_(False); what no "
+            "optimizer trains, such as a perturbation of this batch, can be a plain tensor",
             stacklevel=stacklevel + 1,
         )
-
-
-def _parameters_of(loss: Tensor) -> Iterator[nn.Parameter]:
-    """The parameters in the graph of a loss, each once."""
-    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        variable = getattr(node, "variable", None)  # of the node that accumulates in `.grad`
-        if isinstance(variable, nn.Parameter):
-            yield variable
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        nodes += new
 
 
 def check_movable(named: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
