@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Literal, SupportsFloat
@@ -285,12 +286,15 @@ def counted(weight: Weight, batch: Any) -> float | Tensor:
             "weight must be a function of a micro-batch, such as poplar.tokens(), got "
             f"{type(weight).__name__}"
         )
-    count = weight(batch)
-    if isinstance(count, Tensor) and count.numel() == 1:
-        return count.detach().reshape(())
-    if isinstance(count, SupportsFloat) and not isinstance(count, Tensor):
-        return float(count)
-    got = tuple(count.shape) if isinstance(count, Tensor) else type(count).__name__
+    count: Any = weight(batch)
+    if isinstance(count, Tensor):
+        if count.numel() == 1 and not count.is_complex():
+            return count.detach().reshape(())
+    elif isinstance(count, SupportsFloat):
+        with suppress(TypeError, ValueError):  # an array of several numbers
+            return float(count)
+    shape = getattr(count, "shape", None)
+    got = type(count).__name__ if shape is None else tuple(shape)
     raise TypeError(
         f"weight(micro_batch) must return one number, got {got}; return how many samples or tokens "
         "of the micro-batch count"

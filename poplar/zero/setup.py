@@ -684,7 +684,8 @@ def _stage_of(plan: Plan | None, stage: int | None, world_size: int) -> int:
 
 
 def _param_groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
-    if isinstance(params, torch.Tensor) or not isinstance(params, Iterable | None):
+    is_list = isinstance(params, Iterable | None) and not isinstance(params, torch.Tensor | dict)
+    if not is_list or (isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList)):
         what = "tensor" if isinstance(params, torch.Tensor) else type(params).__name__
         raise TypeError(f"params is one {what}; pass a list of parameters, or of param groups")
     given: list[Any] = (

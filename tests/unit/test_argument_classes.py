@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,6 +85,7 @@ def mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         (5, "weight must be a function of a micro-batch.*got int"),
         (lambda batch: None, "must return one number, got NoneType"),
         (lambda batch: torch.ones(len(batch)), r"must return one number, got \(4,\)"),
+        (lambda batch: np.ones(len(batch)), r"must return one number, got \(4,\)"),
     ],
 )
 def test_a_weight_is_one_number(
@@ -115,13 +117,15 @@ def test_an_evaluated_loss_is_one_number(
         optimizer.evaluate(loss, [torch.ones(4, 4)])
 
 
-def test_a_norm_is_a_number(optimizer: poplar.HeteroZeroOptimizer) -> None:
-    one: Any = "1.0"
-    with pytest.raises(TypeError, match=r"max_norm='1.0' is a str; give a number"):
-        optimizer.train_step(mean, torch.ones(4, 4), max_norm=one)
+@pytest.mark.parametrize("given", ["1.0", torch.ones(2)], ids=["text", "several"])
+def test_a_norm_is_a_number(optimizer: poplar.HeteroZeroOptimizer, given: Any) -> None:
+    with pytest.raises(TypeError, match=rf"max_norm=.* is a {type(given).__name__}; give a number"):
+        optimizer.train_step(mean, torch.ones(4, 4), max_norm=given)
 
 
-def test_a_model_is_not_its_parameters(one_rank: None) -> None:
-    model: Any = nn.Linear(4, 1)
-    with pytest.raises(TypeError, match=r"params is one Linear; pass a list of parameters"):
-        poplar.HeteroZeroOptimizer(model, torch.optim.SGD, plan=PLAN, params=model, lr=0.1)
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Sequential, dict])
+def test_a_model_is_not_its_parameters(one_rank: None, kind: Any) -> None:
+    layer = nn.Linear(4, 1)
+    given = {nn.Linear: layer, nn.Sequential: nn.Sequential(layer), dict: {"params": [layer.bias]}}
+    with pytest.raises(TypeError, match=rf"params is one {kind.__name__}; pass a list of param"):
+        poplar.HeteroZeroOptimizer(layer, torch.optim.SGD, plan=PLAN, params=given[kind], lr=0.1)

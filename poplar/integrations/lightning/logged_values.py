@@ -26,6 +26,7 @@ from torchmetrics import Metric
 
 from poplar.comm import Control
 from poplar.optimizer import HeteroZeroOptimizer
+from poplar.zero.micro_batches import counted
 from poplar.zero.steps.step_result import StepResult, Stopwatch
 
 Key = tuple[str, str]
@@ -206,9 +207,9 @@ class EvaluationLog(_ResultCollection):
         self._weight = weight
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
-        counted = isinstance(value, Tensor) and self._weight is not None and self.batch is not None
-        if counted and options.get("batch_size") is None:
-            options["batch_size"] = float(self._weight(self.batch))  # type: ignore[misc]
+        counts = isinstance(value, Tensor) and self._weight is not None and self.batch is not None
+        if counts and options.get("batch_size") is None:
+            options["batch_size"] = float(counted(self._weight, self.batch))  # type: ignore[arg-type]
         super().log(fx, name, value, **options)
 
     def update_metrics(self, key: str, value: Any, batch_size: Any) -> None:

@@ -56,6 +56,7 @@ from poplar.system.devices import describe
 from poplar.tuning.autotune import OPTIONS, tune
 from poplar.values.plan import Plan
 from poplar.values.profile import ClusterProfile
+from poplar.zero.micro_batches import counted
 from poplar.zero.optimizers.granularity import Granularity
 from poplar.zero.steps.nonfinite import OnNonFinite
 from poplar.zero.steps.step_result import StepResult
@@ -450,7 +451,7 @@ class PoplarStrategy(DDPStrategy):
 
         def weight(micro_batch: Any) -> float:
             assert self._weight is not None
-            weights.append(float(self._weight(micro_batch)))
+            weights.append(float(counted(self._weight, micro_batch)))
             return weights[-1]
 
         output: Any = None

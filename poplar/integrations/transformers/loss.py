@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from poplar.data import pytree
+from poplar.zero.micro_batches import counted
 
 IGNORED = -100
 """The label of tokens that do not count."""
@@ -57,7 +58,7 @@ class TrainerLoss:
     def weight(self, inputs: Any) -> float:
         """What the mean loss of a micro-batch counts. It is asked before the passes of a step."""
         self._trainer.pass_metrics.restart_step()  # after running out of memory
-        return float(self._trainer.loss_weight(inputs))
+        return float(counted(self._trainer.loss_weight, inputs))
 
 
 def items_in(trainer: Any, inputs: Any) -> Tensor | None:

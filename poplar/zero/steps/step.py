@@ -13,7 +13,6 @@ rank raises stops all ranks: see `collective_calls`.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -464,7 +463,7 @@ class Step:
     def clip(self, settings: StepSettings) -> Tensor:
         """Scale the gradient to a norm of at most `max_norm`; returns its norm. Collective."""
         norm, scale = self.norm(settings), self._engine.step.scale
-        if math.isnan(settings.max_norm):  # on all ranks, which have agreed on it
+        if settings.max_norm is None:  # on all ranks, which have agreed on it
             raise TypeError("max_norm=None; give a number")
         self._scale_gradient(ops.clip_coefficient(norm, settings.max_norm, scale))
         return (norm if scale is None else norm * scale).float()

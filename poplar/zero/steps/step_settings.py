@@ -6,10 +6,9 @@ setting that is a tensor is not read on the host: its checksum travels with the 
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +53,7 @@ class StepSettings:
             scale: the loss scale, or its inverse.
             has_hooks: hooks run around the update. Not compared: the ranks agree after the hooks.
         """
-        self.max_norm, self.norm_type = _converted(max_norm), _converted(norm_type)
+        self.max_norm, self.norm_type = _converted(max_norm), _converted(norm_type) or 0.0
         self.has_hooks = has_hooks
         self._given: dict[_Key, Any] = {"max_norm": max_norm, "norm_type": norm_type}
         self._given |= {UPDATES: updates, LATER: later}
@@ -82,9 +81,9 @@ class StepSettings:
     def check(self) -> None:
         """Raise an error for a setting that is out of range, or would spoil the parameters."""
         max_norm = self._given["max_norm"]
-        if not isinstance(max_norm, SupportsFloat | None):
+        if isinstance(max_norm, str) or (max_norm is not None and self.max_norm is None):
             raise TypeError(f"max_norm={max_norm!r} is a {type(max_norm).__name__}; give a number")
-        if self.max_norm < 0:
+        if self.max_norm is not None and self.max_norm < 0:
             raise ValueError(f"max_norm={max_norm} would reverse the gradient; give at least 0")
         if not self.norm_type > 0:
             norm_type = self._given["norm_type"]
@@ -124,12 +123,12 @@ def _name(key: _Key) -> str:
     return key if isinstance(key, str) else f"{key[0]} of param group {key[1]}"
 
 
-def _converted(value: Any) -> float:
-    """A number; NaN if it is none, so that `check` raises where the ranks agree on errors."""
+def _converted(value: Any) -> float | None:
+    """A number; None if it is none, so that `check` raises where the ranks agree on errors."""
     try:
         return float(value)
-    except (TypeError, ValueError):
-        return math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
 
 
 def _plain(value: Any) -> Any:
