@@ -171,8 +171,8 @@ def resolve_units(
         module = model.get_submodule(name)
         if not _has_forward(module):
             raise ValueError(
-                f"units: {name!r} is a {type(module).__name__}, which has no forward, so it would "
-                "not be unsharded before its parts run; name the parts"
+                f"units: {name!r} is a {type(module).__name__}, which has no forward, so at stage "
+                "3 it would not be unsharded before its parts run; name the parts"
             )
     return ordered
 

@@ -549,7 +549,8 @@ class PoplarTrainerMixin(_Base):  # type: ignore[misc]
             # The base stays sharded: maybe no rank could hold it.
             adapters = _adapter_values(engine)
             # PEFT runs the forward of prompt encoders to save what it returns.
-            encoders = [*getattr(self.model, "prompt_encoder", nn.ModuleDict()).values()]
+            own = self.model._modules.get("prompt_encoder")
+            encoders = list(own.values()) if isinstance(own, nn.ModuleDict) else []
             with _without_quantizer(self.model), optimizer.full_parameters(modules=encoders):
                 save(adapters)
         elif sharded and isinstance(self.model, PreTrainedModel):

@@ -43,8 +43,9 @@ class ModelStructure:
         if any(unfrozen):
             raise RuntimeError(
                 f"parameter {self._frozen_names[unfrozen.index(True)]!r} was frozen when the "
-                "optimizer was built and requires a gradient now; build a new optimizer after "
-                "unfreezing"
+                "optimizer was built and requires a gradient now, so it would not be trained; "
+                "build a new optimizer after unfreezing, or freeze it again with "
+                "requires_grad_(False)"
             )
         found = map(dict.get, self._holders, self._names)
         if list(map(len, self._tables)) != self._sizes or not all(map(is_, found, self._values)):

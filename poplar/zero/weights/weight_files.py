@@ -110,19 +110,21 @@ class WeightFiles:
             ValueError: there is no such file, or it is truncated or not in this format.
         """
         self.path = Path(path)
-        self._file_of: dict[str, SafetensorsFile] = {}
+        self._files: dict[str, tuple[SafetensorsFile, str]] = {}
+        """By canonical name, the file of a tensor and its name there."""
         for path, names in _contents(_file_in(self.path)).items():
             file = SafetensorsFile(path)
             for name in sorted(file.tensors) if names is None else names:
                 if name not in file.tensors:
                     raise ValueError(f"{path} has no tensor {name!r}, which its index places there")
-                self._file_of[name] = file
+                self._files[canonical(name)] = file, name
 
     def _stored(self, name: str) -> StoredTensor:
-        return self._file_of[name].tensors[name]
+        file, own = self._files[name]
+        return file.tensors[own]
 
     def names_of(self, model: nn.Module) -> dict[int, str]:
-        """The stored name of each parameter and persistent buffer of the model, by its `id`.
+        """The name here of each parameter and persistent buffer of the model, by its `id`.
 
         A tied parameter needs one of its names. It raises if names are missing, unexpected, or have
         another shape or kind of dtype.
@@ -131,12 +133,12 @@ class WeightFiles:
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         unexpected = [
             name
-            for name in self._file_of.keys() - expected.keys() - _unsaved_buffers(model)
+            for name in self._files.keys() - expected.keys() - _unsaved_buffers(model)
             if not any(re.search(pattern, name) for pattern in ignored)
         ]
         stored: dict[int, str] = {}
         for name, tensor in expected.items():
-            if name in self._file_of:
+            if name in self._files:
                 stored.setdefault(id(tensor), name)
         missing = [name for name, tensor in expected.items() if id(tensor) not in stored]
         if missing or unexpected:
@@ -146,9 +148,10 @@ class WeightFiles:
             )
         wrong = [
             f"{name!r} is {self._stored(name).dtype} {self._stored(name).shape} in "
-            f"{self._file_of[name].path.name} and {tensor.dtype} {tuple(tensor.shape)} in the model"
+            f"{self._files[name][0].path.name} and {tensor.dtype} {tuple(tensor.shape)} in the "
+            "model"
             for name, tensor in expected.items()
-            if name in self._file_of and not self._fits(name, tensor)
+            if name in self._files and not self._fits(name, tensor)
         ]
         if wrong:
             raise ValueError(
@@ -167,7 +170,8 @@ class WeightFiles:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements `[start, stop)` of a flattened tensor."""
-        return self._file_of[name].read(name, start, stop)
+        file, own = self._files[name]
+        return file.read(own, start, stop)
 
     def read_whole(self, name: str) -> Tensor:
         """One tensor."""
@@ -177,14 +181,14 @@ class WeightFiles:
     def identity(self) -> str:
         """What must be equal on all ranks: names, shapes, dtypes, and samples of the values."""
         digest = hashlib.sha256()
-        for name in sorted(self._file_of):
+        for name in sorted(self._files):
             dtype, shape, _ = self._stored(name)
             numel = math.prod(shape)
             digest.update(f"{name} {shape} {dtype}".encode())
             for start in (0, numel // 2, max(0, numel - _SAMPLE)):
                 sample = self.read(name, start, min(numel, start + _SAMPLE))
                 digest.update(bytes(sample.contiguous().view(torch.uint8).tolist()))
-        return f"{len(self._file_of)} tensors with digest {digest.hexdigest()[:16]}"
+        return f"{len(self._files)} tensors with digest {digest.hexdigest()[:16]}"
 
 
 def _file_in(path: Path) -> Path:
