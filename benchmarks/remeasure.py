@@ -88,6 +88,7 @@ SAVED = (
     Saved("codec.jsonl", ("csrc/ops/cpu", "csrc/include"), 0.1, ("codec.py",)),
     Saved("demo.jsonl", (*STEP, *PLAN), 0.4, ("demo_runs.py",)),
     Saved("optimizers.jsonl", STEP, 0.1, ("optimizers.py",)),
+    Saved("host_overhead.jsonl", STEP, 0.1, ("host_overhead.py",)),
     Saved("convergence.jsonl", STEP, 0.2, ("convergence.py",)),
     Saved("checkpoint_format.jsonl", ("poplar/checkpoint", "poplar/zero"), 0.1, ("checkpoint.py",)),
     Saved("elastic.jsonl", ("poplar/elastic", "poplar/checkpoint", *STEP), 0.2, ("elastic.py",)),
