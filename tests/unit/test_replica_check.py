@@ -37,11 +37,12 @@ def random_tensors(blocks: list[int], seed: int) -> list[torch.Tensor]:
     return [torch.randn(64 * count, generator=generator) for count in blocks]
 
 
+@pytest.mark.parametrize("at_once", [8, replica_check._LANES_ON_CPU])
 @pytest.mark.parametrize("lanes", [32, replica_check._LANES])
 @given(blocks=st.lists(st.integers(0, 9), min_size=1, max_size=4), seed=st.integers(0, 1000))
-def test_equals_its_definition(lanes, blocks, seed):
+def test_equals_its_definition(lanes, at_once, blocks, seed):
     tensors = random_tensors(blocks, seed)
-    with mock.patch.object(replica_check, "_LANES", lanes):
+    with mock.patch.multiple(replica_check, _LANES=lanes, _LANES_ON_CPU=at_once):
         assert int(checksum(tensors)) == slow_checksum(tensors, lanes)
 
 

@@ -29,6 +29,9 @@ than an update moves, so checks cost less than 1 % of the updates."""
 _LANES = 1 << 20
 """Most words that are added at a time, each to its own lane: 4 MiB, and 8 MiB of sums. More would
 make these temporary sums larger; fewer would take a GPU longer to launch than to read."""
+_LANES_ON_CPU = 1 << 15
+"""So many of them at a time on the CPU, whose cache holds their sums. No plan contains them: larger
+ones show in the memory of a rank without samples."""
 _LEAST_ROWS = 11
 """At least so many words are added to each lane, so that the sums take less than a fifth of the
 tensor's memory."""
@@ -174,14 +177,19 @@ def checksum(tensors: Sequence[Tensor]) -> Tensor:
 def _word_sum(words: Tensor) -> Tensor:
     """The sum of words times `_ROW ** row * _LANE ** lane`; the last row is row 0 of its lanes."""
     number = min(_LANES, 1 << max(1, words.numel() // _LEAST_ROWS).bit_length() - 1)
-    lanes = torch.zeros(number, dtype=torch.int64, device=words.device)
-    for row in words.split(number):
-        sums = lanes[: len(row)]
-        torch.add(row, sums, alpha=_signed(_ROW), out=sums)
-    while lanes.numel() > 1:  # without constants in device memory
-        half = lanes.numel() // 2
-        lanes = lanes[:half].add_(lanes[half:], alpha=_signed(pow(_LANE, half, 1 << 64)))
-    return lanes[0]
+    width = min(number, _LANES_ON_CPU) if words.device.type == "cpu" else number
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for first in reversed(range(0, number, width)):
+        lanes = torch.zeros(width, dtype=torch.int64, device=words.device)
+        for begin in range(first, words.numel(), number):
+            row = words[begin : begin + width]
+            sums = lanes[: len(row)]
+            torch.add(row, sums, alpha=_signed(_ROW), out=sums)
+        while lanes.numel() > 1:  # without constants in device memory
+            half = lanes.numel() // 2
+            lanes = lanes[:half].add_(lanes[half:], alpha=_signed(pow(_LANE, half, 1 << 64)))
+        total = torch.add(lanes[0], total, alpha=_signed(pow(_LANE, width, 1 << 64)))
+    return total
 
 
 def replicate(
